@@ -1,7 +1,8 @@
 """Layers of a model that go through transformers' attention interface, and the plans of each.
 
-Layers are found without a table of model names. Where a model, or a section of an artifact on it,
-cannot be served, the message names the cause, read off the model's code."""
+No table of model names is needed. If a model, or a section of an artifact on it, cannot be served,
+the message names the cause, read from the model's code.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 
 _INTERFACE = "transformers' attention interface"
 
-# What a layer's queries see: every earlier token, those of a sliding window, or something else
-# (chunks, a choice of the layer's own, nothing at all), which patterns, filters and policies leave
-# alone.
+# The tokens that a layer's queries see: all earlier ones, those of a sliding window, or others
+# (chunks, the layer's own selection, none), which patterns, filters and policies leave alone.
 Kind = Literal["full", "sliding", "other"]
 # Of transformers' types of layers. A hybrid layer has attention and a recurrent state; "attention"
 # is the former name of full_attention.
@@ -100,11 +100,10 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
         if layer in layers:
             raise HeadwiseError(f"{kind} has two attentions in layer {layer}, one is {name}")
         if isinstance(indexer := getattr(module, "indexer", None), nn.Module):
-            # What it chose comes as an argument that sdpa ignores: not even the dense way would be
-            # right.
+            # Its selection is an argument that sdpa ignores, so dense attention is wrong, too.
             raise HeadwiseError(
-                f"{kind} chooses the keys of each query itself ({type(indexer).__name__}): "
-                "no other choice can be put in its place"
+                f"{kind} selects the keys of each query itself ({type(indexer).__name__}): "
+                "patterns cannot replace its selection"
             )
         layers[layer] = module
     if not layers:
@@ -178,11 +177,11 @@ def section_faults(artifact: Artifact, reasons: Mapping[int, str | None]) -> Ite
         artifact: artifact whose sections are checked.
         reasons: why layers of the model do not see every token, by why_not_full.
     """
-    others = {layer: why for layer, why in reasons.items() if why not in (None, SLIDES)}
+    refused = {layer: why for layer, why in reasons.items() if why not in (None, SLIDES)}
     for layer, row in enumerate(artifact.prefill.layers):
         # A layer that slides is served without its patterns: see docs/served.md.
-        if row is not None and layer in others:
-            yield f"prefill.layers[{layer}] must be null: the layer {others[layer]}"
+        if row is not None and layer in refused:
+            yield f"prefill.layers[{layer}] must be null: the layer {refused[layer]}"
     if artifact.kv_cache is not None:
         for layer, names in enumerate(artifact.kv_cache.layers):
             why = reasons.get(layer)
@@ -203,15 +202,16 @@ def section_faults(artifact: Artifact, reasons: Mapping[int, str | None]) -> Ite
             if (why := reasons.get(layer)) is not None:
                 yield f"filter layer {layer} {why}: decode can filter in the layers {ranges(full)}"
         for layer in omnikv.dense_layers:
-            if layer in others:
-                yield f"decode.omnikv.dense_layers must not name {layer}: it {others[layer]}"
+            if layer in refused:
+                yield f"decode.omnikv.dense_layers must not name {layer}: it {refused[layer]}"
 
 
 def window_of(module: nn.Module) -> int:
-    """Most tokens that a layer sees which slides or attends within chunks, the newest included.
+    """Most tokens that a sliding or chunked layer sees, the newest included.
 
     Raises:
-        HeadwiseError: it does not say so."""
+        HeadwiseError: the configuration has no window.
+    """
     layer: Any = module.layer_idx
     config = _config_of(module.config, layer)
     for holder, name in (
@@ -222,7 +222,9 @@ def window_of(module: nn.Module) -> int:
         window = getattr(holder, name, None)
         if isinstance(window, int):
             return window
-    raise HeadwiseError(f"{type(module).__name__} does not say over which window it slides")
+    raise HeadwiseError(
+        f"{type(module).__name__} slides, but its configuration has no sliding_window"
+    )
 
 
 def _config_of(config: Any, layer: int) -> Any:
@@ -256,14 +258,11 @@ def check_section(section: str, modules: Mapping[int, nn.Module]) -> None:
         why = None
         if getattr(module, "sinks", None) is not None:
             # Learned logits that take part in the softmax and have no value (GPT-OSS).
-            why = "has attention sinks of its own"
+            why = "has learned attention sinks"
         elif getattr(module, "is_kv_shared_layer", False):
             why = "reads the keys and values of another layer"
         elif section == "kv_cache" and caches_latents(module):
-            why = (
-                "caches what it makes keys and values of (multi-head latent attention), for all "
-                "heads together"
-            )
+            why = "caches latents, not keys and values (multi-head latent attention)"
         if why is not None:
             raise HeadwiseError(
                 f"layer {number} ({type(module).__name__}) {why}: the {section} section cannot "
@@ -313,8 +312,8 @@ def _why_none(model: Any, config: Any) -> str:
         return f"is not causal: no query of {min(asking)} is kept from later keys"
     own = min(attentions, key=lambda cls: (len(cls.__name__), cls.__name__))
     if _has_alibi(own, config):
-        return f"adds ALiBi inside its own attention ({own.__name__}) and never asks {_INTERFACE}"
-    return f"computes attention by itself ({own.__name__}) and never asks {_INTERFACE}"
+        return f"adds ALiBi inside its own attention ({own.__name__}) and never calls {_INTERFACE}"
+    return f"computes its own attention ({own.__name__}) and never calls {_INTERFACE}"
 
 
 def _has_alibi(cls: type[nn.Module], config: Any) -> bool:

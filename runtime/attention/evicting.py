@@ -24,8 +24,8 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
     """(B, Q, H, E) of a call over the tokens that its cache, a PolicyLayer, keeps and the new ones.
 
     Raises:
-        HeadwiseError: the call asks for what no kernel does, or for a mask that is not plainly
-            causal: dropped tokens cannot be attended to in any other way.
+        HeadwiseError: no kernel computes the call, or its mask is not causal over contiguous
+            tokens. Dropped tokens cannot be served densely instead.
     """
     why = _why_not(call, cache)
     if why is not None:
@@ -95,7 +95,7 @@ def _by_patterns(
 
 
 def _is_long(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:
-    """True for a chunk whose queries are worth an index, as in a layer without a policy."""
+    """True for a chunk with enough queries and keys, as in a layer without a policy."""
     k_len = k.shape[2]
     return k_len >= dense_below and enough_queries(q.shape[2], k_len, dense_tail)
 

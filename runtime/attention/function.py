@@ -54,13 +54,13 @@ def headwise_attention(
     state = layer or NOTHING
     if layer is not None:
         query, key, value = _in_one_dtype(query, key, value)
-    given = (module, state, query, key, value, attention_mask, dropout, scaling, more)
+    arguments = (module, state, query, key, value, attention_mask, dropout, scaling, more)
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.
         from runtime.attention.compiled import attend_traced
 
-        return attend_traced(Call(*given, None))
-    call = Call(*given, context_of(attention_mask))
+        return attend_traced(Call(*arguments, None))
+    call = Call(*arguments, context_of(attention_mask))
     if layer is None:
         return default_attention(call)
 
@@ -109,7 +109,8 @@ def headwise_attention(
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in the dtype that attention computes in.
 
-    A stand-in has it already, from its cache."""
+    A lazy tensor already has it, from its cache.
+    """
     if isinstance(key, StandIn):
         return query.to(key.dtype), key, value
     return in_one_dtype(query, key, value)
@@ -119,7 +120,7 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     """Way of a prefill ("sparse", "kernel" or "default"), its kernel, and its name in stats().
 
     Args:
-        why_dense: the reason why it is not sparse, where that is known already.
+        why_dense: the reason why it is not sparse, if that is already known.
     """
     kernel, no_kernel = kernel_of(call)
     if why_dense is None:
@@ -138,7 +139,7 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     k_len = call.k_shape[2]
     if call.window is not None or settings.kernel_from is None or k_len < settings.kernel_from:
         return "default", "", why_dense
-    # What else serves soft-caps and sinks writes down every weight.
+    # The alternative for soft-caps and sinks, eager attention, stores every weight.
     weights = (
         settings.model_attention == "eager" or call.softcap is not None or call.sinks is not None
     )
@@ -152,7 +153,7 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
 
 
 def pays(call: Call) -> bool:
-    """True where a prefill has keys enough for a kernel of Headwise."""
+    """True if a prefill has enough keys for a kernel of Headwise."""
     settings = call.layer.settings
     q_len = call.q_shape[2]
     k_len = call.k_shape[2]
@@ -223,8 +224,8 @@ def attend_chosen(call: Call) -> Tensor | None:
     decode = layer.settings.decode
     role = layer.role
     assert decode is not None and role is not None
-    known, starts = starts_of(call.mask)
-    if not known or call.sinks is not None or call.window is not None:
+    contiguous, starts = starts_of(call.mask)
+    if not contiguous or call.sinks is not None or call.window is not None:
         return None
     if call.special is not None:
         return None
@@ -254,10 +255,11 @@ def attend_chosen(call: Call) -> Tensor | None:
 
 
 def attend_step(call: Call) -> Tensor | None:
-    """(B, Q, H, E) of a few queries behind all keys, on the CPU; None where sdpa is to serve them.
+    """(B, Q, H, E) of a few queries behind all keys, on the CPU; None if sdpa has to serve them.
 
     With one bfloat16 query and 256 keys or more, torch's attention on the CPU took 10 to 100 times
-    as long."""
+    as long.
+    """
     q = call.query
     k = call.key
     v = call.value
@@ -276,11 +278,11 @@ def attend_step(call: Call) -> Tensor | None:
         return None
     starts: Tensor | None = None
     if mask is not None and mask.shape[-1] != k_len:
-        # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel
-        # would not look.
+        # The cache of this layer has another length than the others: sdpa refuses that mask, and
+        # the kernel does not check it.
         return None
-    known, starts = starts_of(mask)
-    if not known:
+    contiguous, starts = starts_of(mask)
+    if not contiguous:
         return None
     if call.sinks is not None or call.special is not None:
         return None
@@ -290,7 +292,7 @@ def attend_step(call: Call) -> Tensor | None:
     v_batch, v_heads, v_len, _ = v.shape
     if v_batch != batch or v_heads != kv_heads or v_len != k_len:
         return None
-    # What its checks would find has been seen.
+    # The conditions above imply its checks.
     step = DecodeCall(q, k, v, starts=starts, scale=call.scale, softcap=call.softcap, checked=False)
     native = registry.implementation("decode", "cpu")
     if native.supports(step) is not None:
@@ -349,7 +351,7 @@ def _attend_alone(call: Call, part: Part) -> Tensor:
     alone = call.part(part, call.context.alone(part))
     way, kernel, _ = choose(alone, "short")
     if way == "kernel":
-        # A few queries are decode's, which has kernels of its own.
+        # A few queries are served by the decode kernels.
         if part.q_len <= MAX_QUERIES:
             kernel = call.layer.settings.backend
         return attend_by_kernel(alone, kernel)

@@ -105,7 +105,7 @@ class Context:
         return tuple(parts)
 
     def long(self, dense_below: int, dense_tail: int) -> tuple[Part, ...]:
-        """The sequences of at least `dense_below` keys whose queries are worth an index."""
+        """Return the sequences of at least `dense_below` keys that have enough queries."""
         key = dense_below, dense_tail
         parts: tuple[Part, ...] | None = self._cache.get(key)
         if parts is None:
@@ -118,7 +118,7 @@ class Context:
         return parts
 
     def alone(self, part: Part) -> Context:
-        """Context of one sequence by itself."""
+        """Return the context of one sequence alone."""
         if part not in self._cache:
             ranges = ((0, part.k_len),)
             self._cache[part] = Context(part.k_len - part.q_len, part.q_len, part.k_len, ranges)
@@ -154,8 +154,9 @@ class Context:
 def kernel_of(call: Call) -> tuple[str, str | None]:
     """Backend that serves a prefill, by its name, and the reason why none can, or None.
 
-    The first layer of a forward decides; the others find it in the context, by the kind of their
-    tensors."""
+    The first layer of a forward selects it; the others read it from the context, by the kind of
+    their tensors.
+    """
     reason = call.special
     if reason is not None:
         return "", reason
@@ -166,9 +167,9 @@ def kernel_of(call: Call) -> tuple[str, str | None]:
     k = call.key
     v = call.value
     kind = (q.dtype, q.device, call.q_shape, call.k_shape, v.shape)
-    known = context.kernels.get(kind)
-    if known is not None:
-        return known
+    cached = context.kernels.get(kind)
+    if cached is not None:
+        return cached
     batch, _, q_len, _ = call.q_shape
     k_len = call.k_shape[2]
     lengths = call.more.get("cu_seq_lens_q")
@@ -186,7 +187,8 @@ def kernel_of(call: Call) -> tuple[str, str | None]:
 def kernel_for(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str | None]:
     """Backend that serves such queries, keys and values, or the reason why none does.
 
-    "auto" takes no reference, which is slower than dense; it serves only where asked for."""
+    "auto" excludes the reference, which is slower than dense; it serves only by its name.
+    """
     if k.shape[:3] != v.shape[:3]:
         return "", f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}"
     operands = Operands(q, k, v)

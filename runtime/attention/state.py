@@ -30,8 +30,8 @@ from runtime.omnikv.select import Role
 if TYPE_CHECKING:
     from runtime.attention.layout import Context, Part
 
-# Fewer queries than one tile are more like decode than like prefill (the last queries of a prompt,
-# drafts to verify).
+# Calls with fewer queries than one tile are served as decode, not as prefill (the last queries of a
+# prompt, drafts to verify).
 MIN_QUERIES = 64
 # Smallest chunk behind a past for which patterns serve. An index over a long past costs as much for
 # few tokens as for many: behind 8,192 and 32,768 tokens patterns took 0.98 and 1.01 of dense
@@ -39,7 +39,7 @@ MIN_QUERIES = 64
 MIN_BEHIND_A_PAST = 128
 # With fewer keys attention is a small part of a prefill, and the model's own serves.
 MIN_KEYS_DENSE = 1024
-# Messages of torch's allocators where they raise no error of their own.
+# Messages of torch's allocators that raise a plain RuntimeError.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 _Served = TypeVar("_Served")
 _log = logging.getLogger("headwise")
@@ -47,8 +47,8 @@ _log = logging.getLogger("headwise")
 
 def enough_queries(q_len: int, k_len: int, dense_tail: int) -> bool:
     """True where an index pays for the queries of a sequence, the last `q_len` of `k_len` keys."""
-    least = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
-    return q_len >= max(least, dense_tail + 1)
+    minimum = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
+    return q_len >= max(minimum, dense_tail + 1)
 
 
 class Calls:
@@ -120,7 +120,7 @@ class Settings:
         self.warn_once(reason, f"serving densely: {line}")
 
     def check_length(self, tokens: int) -> None:
-        """Warn once of a sparse prefill that is longer than what was measured."""
+        """Warn once of a sparse prefill longer than the measured lengths."""
         line = self.evidence.beyond(tokens)
         if line is not None:
             self.warn_once("longer than measured", line)
@@ -176,13 +176,14 @@ class Layer:
 class Call:
     """Arguments of one call of the attention function, and the state of its module.
 
-    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that
-    only some models give. Of those are softcap, sinks (H,), which are learned logits that take part
-    in the softmax and have no value (GPT-OSS), and window, how many tokens a query of a
-    sliding-window layer sees, itself included.
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E).
 
     Attributes:
-        context: by the mask; None where it has none.
+        more: keyword arguments that only some models pass.
+        context: of the mask; None if the mask has none.
+        softcap: soft-cap of the logits, or None.
+        sinks: (H,) learned logits that take part in the softmax and have no value (GPT-OSS).
+        window: tokens that a query of a sliding-window layer sees, itself included.
     """
 
     module: nn.Module
@@ -202,7 +203,7 @@ class Call:
     k_shape: torch.Size = field(init=False)
 
     def __post_init__(self) -> None:
-        # Each look at a tensor's shape makes another object.
+        # Each access to a tensor's shape makes a new object.
         self.q_shape = self.query.shape
         self.k_shape = self.key.shape
         more = self.more.get

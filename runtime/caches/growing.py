@@ -102,7 +102,7 @@ class FilterLayer(GrowingLayer):
     were rejected.
 
     Attributes:
-        served: the layers that attend to what it chooses and are in banks, bank by bank.
+        served: the layers in banks that attend to its selection, bank by bank.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class FilterLayer(GrowingLayer):
         super().crop(tokens_to_remove)
         if self.history is not None and tokens_to_remove:
             left = self.get_seq_length()
-            kept = sum(written <= left for written in self._written)
-            self._written = self._written[:kept]
-            if kept:
-                self.history = self.history[:, :kept, :left]
+            rows = sum(written <= left for written in self._written)
+            self._written = self._written[:rows]
+            if rows:
+                self.history = self.history[:, :rows, :left]
             else:
                 self.history = None
 
@@ -172,10 +172,10 @@ class FilterLayer(GrowingLayer):
 
 
 class BankedLayer(GrowingLayer):
-    """Keys and values in a context bank, of which attention fetches what it needs.
+    """Keys and values in a context bank, from which attention fetches the selected tokens.
 
-    A layer no longer than what is chosen of it stays on the device, and so does one whose heads are
-    unlike those of the bank's first layer.
+    A layer stays on the device while it is no longer than the selection, or if its heads differ
+    from those of the bank's first layer.
     """
 
     def __init__(self, bank: Bank, place: int, **kwargs: Any) -> None:
@@ -201,7 +201,7 @@ class BankedLayer(GrowingLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append (B, G, Q, D) and (B, G, Q, E).
 
-        Returns all keys and values, or stand-ins where the past is in the bank.
+        Returns all keys and values; lazy tensors if the past is in the bank.
         """
         key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
@@ -218,7 +218,7 @@ class BankedLayer(GrowingLayer):
         return OffloadedTensor(offload, 0), OffloadedTensor(offload, 1)
 
     def to_bank(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Move to the bank if it takes such keys and values; True if the layer is there now."""
+        """Move to the bank if it takes such keys and values; True if the layer is now in it."""
         if self._banked is None and self.bank.takes(key_states, value_states):
             past = self.get_seq_length()
             if past:

@@ -58,8 +58,8 @@ class _Draft:
 class PolicyLayer(CacheLayerMixin):
     """Keys and values under policies.
 
-    update() returns stand-ins, by which Headwise's attention finds the layer. transformers counts
-    slots, padding included; a policy counts the tokens of a sequence.
+    update() returns lazy tensors, by which Headwise's attention finds the layer. transformers
+    counts slots, padding included; a policy counts the tokens of a sequence.
 
     Sequences of a batch are served together where each has one new token, whatever their lengths
     (a decode step), or where all are alike (a prompt): `_parts`.
@@ -95,16 +95,16 @@ class PolicyLayer(CacheLayerMixin):
 
     @property
     def mean_kept(self) -> float:
-        """Tokens kept, as a mean over sequences and KV heads."""
-        kept = 0
+        """Cached tokens, as a mean over sequences and KV heads."""
+        total = 0
         count = 0
         for part in self._parts:
             for group, policy in zip(self.groups, part.policies, strict=True):
                 heads = 1 if group.heads is None else len(group.heads)
-                kept += heads * sum(policy.kept)
+                total += heads * sum(policy.kept)
                 count += heads * len(part.rows)
         if count:
-            return kept / count
+            return total / count
         return 0.0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -121,7 +121,7 @@ class PolicyLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Hold (B, G, Q, D) and (B, G, Q, E) for the attention that follows.
 
-        Returns stand-ins for all keys and values.
+        Returns lazy tensors in place of all keys and values.
         """
         if self._new is not None:
             raise HeadwiseError(
@@ -137,7 +137,7 @@ class PolicyLayer(CacheLayerMixin):
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
 
     def attend(self, q: Tensor, spans: Spans | None, **options: Any) -> Tensor:
-        """Attend to what is kept and the new tokens: (B, H, Q, E), zeros for padding.
+        """Attend to the cached and the new tokens: (B, H, Q, E), zeros for padding.
 
         Args:
             q: (B, H, Q, D).
@@ -151,7 +151,7 @@ class PolicyLayer(CacheLayerMixin):
             )
         k, v = self._new
         self._new = None
-        # What is kept has the dtype of the first tokens, also where autocast was turned on or off.
+        # The cache keeps the dtype of the first tokens, also if autocast was turned on or off.
         call = Step(q=q.to(self.dtype), k=k.to(self.dtype), v=v.to(self.dtype), **options)
         if spans is None:
             spans = [(0, call.length)] * q.shape[0]
@@ -166,7 +166,7 @@ class PolicyLayer(CacheLayerMixin):
         return self._take(call, spans).to(q.dtype)
 
     def _take(self, call: Step, spans: Spans) -> Tensor:
-        """Attend to what is kept and a call's tokens, the last slots: (B, H, Q, E)."""
+        """Attend to the cached tokens and a call's, the last slots: (B, H, Q, E)."""
         first = self._slots - call.length
         for runs, (begin, end) in zip(self._runs, spans, strict=True):
             if begin < end:
@@ -251,7 +251,7 @@ class PolicyLayer(CacheLayerMixin):
         self._parts = tuple(parts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Sizes as if all was kept: all layers of a model share a mask, which is never made."""
+        """Sizes as if nothing was dropped: all layers share a mask, which is never made."""
         return self._slots + query_length, 0
 
     def get_seq_length(self) -> int:

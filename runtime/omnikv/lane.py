@@ -18,7 +18,7 @@ class Lane:
 
     For a GPU memory is pinned, and rows go out on one stream and come in on another. A thread
     gathers fetched rows, so that the launches of the layer after a filter layer do not wait for the
-    choice to reach the host.
+    selection to reach the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class Lane:
         self._outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._outward):
             target.copy_(rows, non_blocking=True)
-        # Else the memory could be given to the computation while it is still being copied.
+        # Otherwise the allocator could reuse the memory while it is still being copied.
         rows.record_stream(self._outward)
 
     def arrived(self) -> None:

@@ -69,9 +69,9 @@ class SparseBuilder(_Parent):
             engine.counting = engine.counting or self
         self._gets_prompts = engine.asks_prompts
         if self._gets_prompts:
-            # The only way to the lengths of prompts: vLLM hands them to builders for models with a
-            # window over what they generate (R-SWA). It reads this when a layer or a builder is
-            # made and when a step begins: no layer's attention changes.
+            # The only way to the lengths of prompts: vLLM passes them to builders for models with a
+            # window over generated tokens (R-SWA). It reads this when a layer or a builder is made
+            # and when a step begins: no layer's attention changes.
             vllm_config.model_config.model_arch_config.rswa_window = engine.longest
 
     @classmethod
@@ -139,7 +139,7 @@ class SparseBuilder(_Parent):
         gaining: list[Chunk] = []
         reads: list[int] = []
         if engine.chooser is not None:
-            batch.chosen, gaining = engine.chooser.groups(batch)
+            batch.decodes, gaining = engine.chooser.groups(batch)
             reads = [engine.chooser.reads(chunk) for chunk in gaining]
         if engine.counting is self and not self._captured:
             dense = set(prefills).difference(batch.sparse, gaining)

@@ -69,8 +69,8 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
         if section.prefill_ratio is not None:
             yield f"decode.omnikv.prefill_ratio must be null in vLLM, got {section.prefill_ratio}"
         if size > kv_heads:
-            most = f"at most {kv_heads} (KV heads) with a decode section"
-            yield f"--tensor-parallel-size must be {most}, got {size}"
+            limit = f"at most {kv_heads} (KV heads) with a decode section"
+            yield f"--tensor-parallel-size must be {limit}, got {size}"
     if heads % size or (kv_heads % size and size % kv_heads):
         sharded = f"{heads} query and {kv_heads} KV heads"
         yield f"--tensor-parallel-size: {sharded} do not divide among {size} processes"
@@ -97,7 +97,7 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         if (stages := parallel.pipeline_parallel_size) > 1:
             yield f"--pipeline-parallel-size must be 1 with a decode section, got {stages}"
         if getattr(parallel, "use_ubatching", False):
-            yield "batches in parts (--enable-dbo) are not served with a decode section"
+            yield "split batches (--enable-dbo) are not served with a decode section"
     size = int(parallel.tensor_parallel_size)
     yield from misfits(artifact, model.hf_config, model.hf_text_config, size)
     keeps = keeps_of(artifact)
@@ -133,8 +133,8 @@ def summary(
     """Lines on layers: sparse, dense by reason, dropping tokens; and their roles in decode."""
     lines = [f"layers {reasons.get(SPARSE, 'none')} sparse"]
     lines += [f"layers {layers} dense: {why}" for why, layers in reasons.items() if why != SPARSE]
-    kept = grouped((layer, str(each)) for layer, each in keeps.items())
-    lines += [f"layers {layers} keep {text}" for text, layers in kept.items()]
+    texts = grouped((layer, str(each)) for layer, each in keeps.items())
+    lines += [f"layers {layers} keep {text}" for text, layers in texts.items()]
     if roles:
         filters = ranges(layer for layer, role in roles.items() if role.filters)
         readers = ranges(layer for layer, role in roles.items() if role.filter is not None)
@@ -150,7 +150,7 @@ def reasons_by_layer(config: Any, count: int) -> dict[int, str | None]:
 
 
 def grouped(layers: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Numbers of layers by their text."""
+    """Group layer numbers by text."""
     groups: dict[str, list[int]] = {}
     for layer, text in layers:
         groups.setdefault(text, []).append(layer)
@@ -162,7 +162,7 @@ class Config:
     """Artifact, model, and processes over which its heads are sharded."""
 
     file: Path = shared(arguments.add_artifact, dest="file")
-    model: str = shared(arguments.add_model, "the model as vLLM is given it: a folder or a name")
+    model: str = shared(arguments.add_model, "the model, as passed to vLLM: a folder or a name")
     tensor_parallel_size: int = option(
         "over how many processes heads are sharded", default=1, within=at_least(1), metavar="N"
     )
@@ -185,9 +185,9 @@ def run(config: Config) -> Outcome:
     """
     options = Options(artifact=str(config.file.absolute()), point=config.point)
     artifact = options.load().artifact
-    given = {"artifact": options.artifact, "content_sha256": artifact.content_sha256}
+    fields = {"artifact": options.artifact, "content_sha256": artifact.content_sha256}
     if config.point is not None:
-        given["point"] = config.point
+        fields["point"] = config.point
     whole = _model_config(config.model)
     text = whole.get_text_config(decoder=True)
     size = config.tensor_parallel_size
@@ -198,7 +198,7 @@ def run(config: Config) -> Outcome:
         f"ok: vLLM would serve {config.model} by {config.file} from {below} tokens on",
         *_layers(artifact, text),
         *_notes(),
-        command(config.model, given, size),
+        command(config.model, fields, size),
     ]
     return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
 
@@ -257,16 +257,16 @@ def _model_config(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or ["no reason given"]
+        lines = str(error).strip().splitlines() or ["no message"]
         where = f"the configuration of {shorten(model)} cannot be read"
         raise HeadwiseError(f"{where}: {lines[0]}") from None
 
 
 def parser() -> ArgumentParser:
     """Make the command line of headwise check."""
-    made = ArgumentParser(prog="headwise check", description=__doc__, epilog=_EPILOG)
-    add_arguments(made, Config)
-    return made
+    result = ArgumentParser(prog="headwise check", description=__doc__, epilog=_EPILOG)
+    add_arguments(result, Config)
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ class Counters:
     """Counts that only grow. One thread serves."""
 
     def __init__(self) -> None:
-        # By section of the report and by what is counted there.
+        # By section of the report and by way of serving.
         self._counts: Counter[tuple[str, str]] = Counter()
         self._tokens_read = 0
         self._prefills = 0

@@ -1,4 +1,4 @@
-"""Artifact at work in one process of an engine: checked, and planned for the heads here."""
+"""Artifact in one process of an engine: checked, and planned for the heads of the process."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class ServedLayer:
 
 
 class Engine:
-    """Artifact of an engine's additional configuration at work in one process."""
+    """Artifact of an engine's additional configuration, in one process."""
 
-    # True once a prefill longer than what was measured has been logged.
+    # True after a prefill longer than the measured lengths was logged.
     _long_reported = False
 
     def __init__(self, options: Options, config: Any) -> None:
@@ -67,7 +67,7 @@ class Engine:
         headwise = options.load()
         self.artifact: Artifact = headwise.artifact
         self.path = options.artifact
-        # Reason why no prefill goes by patterns, where an option says so.
+        # Reason why no prefill uses patterns, if an option disables them.
         self.dense = "dense by kernel" if options.dense else None
         if options.dense:
             self.artifact = self.artifact.model_copy(update={"decode": None, "kv_cache": None})
@@ -161,7 +161,7 @@ class Engine:
         return long and enough_queries(chunk.q_len, chunk.k_len, prefill.dense_tail)
 
     def check_length(self, chunks: Iterable[Chunk]) -> None:
-        """Log once if one of these sparse prefills is longer than what was measured."""
+        """Log once if one of these sparse prefills is longer than the measured lengths."""
         longest = max((chunk.k_len for chunk in chunks), default=0)
         line = self.artifact.evidence.beyond(longest)
         if line is not None and not self._long_reported:
@@ -189,7 +189,7 @@ class Engine:
         """Artifact, layers and counts; see Counters.report.
 
         With a decode section, tokens_read: mean tokens that a request with more of them reads in a
-        step, in a layer that does not choose; None before any.
+        step, in a layer that is no filter layer; None before any.
         """
         content = self.artifact.content_sha256
         report = {"artifact": self.path, "content_sha256": content, "rank": _rank()}
@@ -252,10 +252,10 @@ def number_of(layer_name: str) -> int | None:
 
 
 def why_unserved(module: Any) -> str | None:
-    """Reason why an attention layer is not served here, whatever the artifact says of it."""
+    """Reason why an attention layer is not served here, for any artifact."""
     if str(getattr(module.attn_type, "value", module.attn_type)) != "decoder":
         return "no causal self-attention"
-    # vLLM gives its layers windows of its own accord, too.
+    # vLLM also sets windows that the configuration does not name.
     if module.sliding_window is not None:
         return "it slides"
     if module.impl.alibi_slopes is not None:

@@ -89,7 +89,7 @@ class SparseImpl(_Parent):
         if batch is None:
             return super().forward(*arguments)
         if query.dtype != output.dtype:
-            # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
+            # With a cache of 8 bits, vLLM passes a query of 8 bits to some backends for GPUs.
             query = query.to(output.dtype).mul_(layer._q_scale_float)
         k_scale = v_scale = 1.0
         if served.eight_bits is not None:
@@ -115,29 +115,29 @@ class SparseImpl(_Parent):
         return output
 
     def _sparsely(self, served: ServedLayer, step: LayerStep) -> list[Chunk]:
-        """Write attention of the requests that patterns and chosen tokens serve.
+        """Write attention of the requests that patterns and selected tokens serve.
 
-        Returns these requests: none where a kernel fails.
+        Returns these requests; none if a kernel fails.
         """
         engine = self._engine
-        chosen: tuple[Group, ...] = ()
+        groups: tuple[Group, ...] = ()
         if engine.chooser is not None and served.number in engine.chooser.roles:
-            chosen = step.batch.chosen
+            groups = step.batch.decodes
         done: list[Chunk] = []
         try:
             if served.plan is not None:
                 for chunk in step.batch.sparse:
                     self._by_patterns(served.plan, step, chunk)
                     done.append(chunk)
-            for group in chosen:
+            for group in groups:
                 assert engine.chooser is not None and served.number is not None
                 engine.chooser.attend(served.number, group, step)
                 done += group.chunks
         except Exception as error:
             ours = isinstance(error, HeadwiseError)
             why = str(error) if ours else name_of(error)
-            # A process that gives up where processes choose together would leave others waiting.
-            if why is None or (chosen and engine.size > 1):
+            # Processes select together: if one stopped here, the others would wait for it.
+            if why is None or (groups and engine.size > 1):
                 raise
             engine.counters.fell_back(why, "" if ours else message(error))
             return []
@@ -149,7 +149,7 @@ class SparseImpl(_Parent):
         table: Tensor | None = pages
         whole = chunk.q_len == chunk.k_len and self.kv_sharing_target_layer_name is None
         if whole and step.own is not None:
-            # All keys are of this step, which has them as they were before they were stored.
+            # All keys are of this step: read them unquantized, not from the cache.
             k, v = (x[chunk.rows].transpose(0, 1)[None] for x in step.own)
             step = replace(step, k=k, v=v, v_scale=1.0, options=self._options())
             table = None
@@ -161,15 +161,16 @@ class SparseImpl(_Parent):
     def _rehearse(self, served: ServedLayer, query: Tensor) -> None:
         """Use the memory of this layer's largest step, in vLLM's profiling run.
 
-        vLLM then leaves as much free: for the index of the last chunk of the longest prompt, scores
-        and slots of decode by chosen tokens at the longest context, and what a policy copies.
+        vLLM then leaves as much free: for the index of the last chunk of the longest prompt, for
+        scores and slots of decode by selected tokens at the longest context, and for the copies of
+        a policy.
 
         Args:
-            query: (T, H, D) with the most tokens that a step has.
+            query: (T, H, D) with the maximum of tokens in a step.
         """
         k_len = self._engine.longest
         query = query[-k_len:]
-        # One page that stands for all of a context's.
+        # One page, used for all pages of a context.
         dtype = served.eight_bits or query.dtype
         cache = query.new_zeros(1, self.num_kv_heads, PAGE, 2 * query.shape[-1], dtype=dtype)
         table = torch.zeros(1, -(-k_len // PAGE), dtype=torch.int32, device=query.device)

@@ -1,7 +1,7 @@
-"""Layers that drop tokens in vLLM: their attention, and the pages that they give back.
+"""Layers that drop tokens in vLLM: their attention, and the pages that they free.
 
-KEEPS lists the policies that are served here, a class each. Pages of dropped tokens go back to
-vLLM's pool, as runtime.vllm.specs tells its scheduler.
+KEEPS lists the policies that are served here, a class each. Pages of dropped tokens return to
+vLLM's pool, through the specifications of runtime.vllm.specs.
 
 Shapes: P pages of the cache, S tokens of a page, N pages of a request; H query heads and G KV heads
 of this process, Q new tokens of a request, D head dim; n requests of a group, L tokens of a prompt,
@@ -49,7 +49,7 @@ class Keeps(ABC):
 
     @abstractmethod
     def spec(self, full: Any) -> Any:
-        """KVCacheSpec of the layer, given that of a layer which keeps every token."""
+        """KVCacheSpec of the layer, from that of a layer which keeps every token."""
 
     def rehearse(self, step: LayerStep, chunk: Chunk) -> None:  # noqa: B027
         """Use the memory, beyond the output, that the last chunk of the longest prompt takes."""
@@ -77,11 +77,11 @@ class Stream(Keeps):
     def attend(self, step: LayerStep, served: Sequence[Chunk]) -> None:
         """See Keeps.attend; neither patterns nor a decode section serve such a layer."""
         # Drafts of one request see different tokens.
-        groups, chunks = step.batch.rest(most=1)
+        groups, chunks = step.batch.rest(limit=1)
         for group in groups:
-            if self.policy not in group.kept:
-                group.kept[self.policy] = self._tokens(group)
-            step.decode(group, group.kept[self.policy])
+            if self.policy not in group.rows_read:
+                group.rows_read[self.policy] = self._tokens(group)
+            step.decode(group, group.rows_read[self.policy])
         for chunk in chunks:
             _, output, _ = step.of(chunk)
             output.copy_(self._chunk(step, chunk))
@@ -130,10 +130,10 @@ class Stream(Keeps):
 class Snap(Keeps):
     """The part of each prompt that its last queries elect, and all that is generated (SnapKV).
 
-    A page has slots for every KV head, so the first rows of a request may hold other tokens in
+    A page has slots for every KV head, so the first rows of a request may hold different tokens in
     each. The elected tokens move there when the last chunk of the prompt is computed. Generated
-    tokens stay in the rows that vLLM gives them, from the prompt's end on. Rows between are read no
-    more.
+    tokens stay in the rows that vLLM assigned, from the prompt's end on. Rows between are no longer
+    read.
     """
 
     asks_prompts = True
@@ -144,7 +144,7 @@ class Snap(Keeps):
     ) -> None:
         self.every = policies
         self.policies = policies[heads]
-        # The most queries that vote.
+        # Maximum of voting queries.
         self.window = max(policy.window for policy in self.policies)
         # Votes so far of prompts that are computed in part, the latest last, by the request's first
         # page, which no other request has. In the host's memory: vLLM's cache has the device's.
@@ -167,9 +167,9 @@ class Snap(Keeps):
             if voting is not None:
                 self.move(step, voting, chunk)
         for group in step.batch.generated:
-            if self.policies not in group.kept:
-                group.kept[self.policies] = self._rows(group)
-            step.decode(group, group.kept[self.policies])
+            if self.policies not in group.rows_read:
+                group.rows_read[self.policies] = self._rows(group)
+            step.decode(group, group.rows_read[self.policies])
 
     def spec(self, full: Any) -> Any:
         """See Keeps.spec."""
@@ -202,7 +202,7 @@ class Snap(Keeps):
             return voting
         self._begun[page] = voting.to("cpu", copy=True)
         if len(self._begun) > self._prompts:
-            # The oldest is of a request that was given up.
+            # The oldest is of an aborted request.
             del self._begun[next(iter(self._begun))]
         return None
 
@@ -242,8 +242,8 @@ class Snap(Keeps):
             [(chunk.prompt, chunk.k_len) for chunk in group.chunks], dtype=torch.long
         )
         prompts, ends = lengths[:, :, None, None].unbind(1)
-        kept = [[left_of(each, c.prompt, c.prompt) for each in policies] for c in group.chunks]
-        left = torch.tensor(kept, dtype=torch.long)[..., None]
+        counts = [[left_of(each, c.prompt, c.prompt) for each in policies] for c in group.chunks]
+        left = torch.tensor(counts, dtype=torch.long)[..., None]
         rows = torch.arange(int((left + ends - prompts).max()))
         rows = torch.where(rows < left, rows, prompts - left + rows)
         rows = torch.where(rows < ends, rows, PAD).to(torch.int32)

@@ -33,7 +33,7 @@ class Options(Record):
         verify: a public key; the artifact has to be signed by its holder.
         point: of the artifact's front, see runtime.load.
         dense: no section of the artifact, but Headwise's kernel over every key in every layer that
-            it can serve: a baseline for speed, beside vLLM's own attention.
+            it can serve: a baseline for speed, next to vLLM's own attention.
     """
 
     artifact: Text
@@ -61,11 +61,11 @@ def options_of(additional_config: Any) -> Options | None:
         value = None
     if value is None:
         return None
-    given = {"artifact": value} if isinstance(value, str) else value
+    fields = {"artifact": value} if isinstance(value, str) else value
     where = f'"{KEY}" in --additional-config'
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise HeadwiseError(f"{where} must be a path or an object, got {shorten(value)}")
     try:
-        return Options.model_validate(given)
+        return Options.model_validate(fields)
     except ValidationError as error:
         raise HeadwiseError(f"{where}: {explain(error)}") from None

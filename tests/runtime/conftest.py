@@ -151,7 +151,7 @@ def keeping(artifact_for):
 def late(monkeypatch):
     """Banks with a LateLane, and pages so small that a prompt needs several."""
     monkeypatch.setattr("runtime.omnikv.bank.Lane", LateLane)
-    monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
+    monkeypatch.setattr("runtime.omnikv.bank._MIN_TOKENS", 16)
 
 
 @pytest.fixture

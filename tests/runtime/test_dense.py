@@ -202,7 +202,7 @@ def test_a_whole_model_without_an_artifact(by, build, ids):
         cache = applied.new_cache()
         assert torch.equal(model.generate(prompt, past_key_values=cache, **options), expected)
         assert applied.stats()["dense"].get(DENSE, 0) == (2 if by == "kernel" else 0)
-        with pytest.raises(HeadwiseError, match="applied already"):
+        with pytest.raises(HeadwiseError, match="already has an artifact"):
             apply_dense(model)
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(HeadwiseError, match="by must be one of"):

@@ -180,5 +180,5 @@ def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding
 
 def test_an_unknown_offload_is_refused(build, decoding):
     model = build(**LAYERS)
-    with pytest.raises(HeadwiseError, match="unknown offload 'cpu'; known: auto, never, packed"):
+    with pytest.raises(HeadwiseError, match="one of auto, never, packed, got 'cpu'"):
         decoding(model).new_cache(model, offload="cpu")

@@ -20,9 +20,9 @@ CLOSE: dict[str, Any] = {"atol": 2e-3, "rtol": 1e-3}
 STREAM = Streaming(sinks=4, window=12)
 # Reason why a cache cannot serve a model, by what the message has.
 CAUSES = {
-    "falcon_h1": "LinearAttentionAndFullAttentionLayer in transformers, not a cache of its own",
-    "zaya": "LinearAttentionAndFullAttentionLayer in transformers, not a cache of its own",
-    "inkling_text": "LinearAttentionAndSlidingWindowAttentionLayer in transformers, not a cache",
+    "falcon_h1": "LinearAttentionAndFullAttentionLayer in transformers: the kv_cache section",
+    "zaya": "LinearAttentionAndFullAttentionLayer in transformers: the kv_cache section",
+    "inkling_text": "LinearAttentionAndSlidingWindowAttentionLayer in transformers: the kv_cache",
     "gemma3n_text": "reads the keys and values of another layer",
     "minimax": "MiniMaxForCausalLM cannot be called with such a cache: MiniMax uses cache",
     "diffllama": r"layer 0 \(DiffLlamaAttention\) computes with keys or values between its cache",

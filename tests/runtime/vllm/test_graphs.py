@@ -245,8 +245,8 @@ def test_the_profiling_run_takes_what_a_step_will_take(engine, section, monkeypa
     (slots,) = chooser._slots.values()
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, count(section, LONGEST))
-    # Nothing is chosen by that.
-    assert engine.at_work.counters.tokens_read is None and not chooser._chosen
+    # No tokens are selected by that.
+    assert engine.at_work.counters.tokens_read is None and not chooser._tokens
     buffers.fill(STEPS[0])
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
     whole, drafts, step_of_all = scored

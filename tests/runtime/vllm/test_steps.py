@@ -179,7 +179,9 @@ def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine)
     engine.at_work.chooser = Chooser(selector, requests=1, longest=512)
     (out,), (given,), _ = serve(engine, step((1, 300)), number=2)
     torch.testing.assert_close(out, by_choice(given), **CLOSE)
-    assert engine.at_work.counters.report()["fallbacks"] == {"filter layer 1 has chosen nothing": 1}
+    assert engine.at_work.counters.report()["fallbacks"] == {
+        "filter layer 1 selected no tokens in this step": 1
+    }
 
 
 def test_attention_sinks(engine):
