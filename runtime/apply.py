@@ -16,7 +16,15 @@ from kernels.patterns import LayerPlan
 from kernels.registry import BACKENDS
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
-from runtime.attention.state import Calls, Layer, Settings, forget, layer_of, remember, settings_of
+from runtime.attention.state import (
+    CallCounter,
+    Layer,
+    Settings,
+    forget,
+    layer_of,
+    remember,
+    settings_of,
+)
 from runtime.caches.make import check_cache_layers, make_cache
 from runtime.caches.rehearsal import rehearse, rehearsed
 from runtime.fingerprint import check
@@ -24,7 +32,7 @@ from runtime.layers import (
     attention_layers,
     check_sections,
     full_layers,
-    layer_plans,
+    make_plans,
     text_config,
 )
 from runtime.memory import CacheBytes, cache_bytes
@@ -86,7 +94,7 @@ def attach(
     *,
     check_weights: bool = True,
 ) -> Handle:
-    """Check the model, plan every layer once, and switch the model over. See Headwise.apply.
+    """Check the model, plan every layer once, and switch the model over. See LoadedArtifact.apply.
 
     Args:
         settings: the user's options; the handle's also have the fields that depend on the model.
@@ -97,7 +105,7 @@ def attach(
     with _changing:
         layers, settings = _plan(model, settings, artifact, check_weights)
         if settings.evicts and rehearsed(model) is None:
-            own = replace(settings, calls=Calls(), warned=set())
+            own = replace(settings, calls=CallCounter(), warned=set())
             apart = {module: replace(layer, settings=own) for module, layer in layers.items()}
             with Handle(artifact, model, apart, own):
                 rehearse(model)
@@ -130,7 +138,7 @@ def _plan(
             # The model supports sdpa, so the user chose eager: dense calls keep it. apply_dense
             # names its kernel.
             dense_by = "model"
-        plans = layer_plans(artifact)
+        plans = make_plans(artifact)
     roles = {} if decode is None else decode.roles
     settings = replace(
         settings,
@@ -212,7 +220,7 @@ class Handle:
         self.undo()
 
     def new_cache(self, *, offload: str = "auto") -> Cache:
-        """Make an empty cache for one generation: see Headwise.new_cache."""
+        """Make an empty cache for one generation: see LoadedArtifact.new_cache."""
         model = self._applied_to
         if model is None:
             raise HeadwiseError("this artifact is no longer applied: it was undone")

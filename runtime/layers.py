@@ -324,7 +324,7 @@ def _has_alibi(cls: type[nn.Module], config: Any) -> bool:
     )
 
 
-def layer_plans(artifact: Artifact) -> dict[int, LayerPlan]:
+def make_plans(artifact: Artifact) -> dict[int, LayerPlan]:
     """Plans by layer, each for all of its heads; layers left alone have none."""
     patterns = {name: make(**record.model_dump()) for name, record in artifact.patterns.items()}
     prefill = artifact.prefill
@@ -341,7 +341,7 @@ def layer_plans(artifact: Artifact) -> dict[int, LayerPlan]:
     }
 
 
-def part_of(plan: LayerPlan | None, heads: slice, num_kv_heads: int) -> LayerPlan | None:
+def slice_heads(plan: LayerPlan | None, heads: slice, num_kv_heads: int) -> LayerPlan | None:
     """Plan of the query heads of one process, which read `num_kv_heads` KV heads there."""
     if plan is None:
         return None

@@ -26,7 +26,7 @@ def load(
     *,
     point: str | None = None,
     verify: str | PathLike[str] | bytes | None = None,
-) -> Headwise:
+) -> LoadedArtifact:
     """Load an artifact; with `point`, at a point of its front.
 
     Warns once if no gate has proven its patterns.
@@ -55,7 +55,7 @@ def load(
         artifact = artifacts.at_point(artifact, pair.arrays, point)
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
-    return Headwise(artifact)
+    return LoadedArtifact(artifact)
 
 
 @cache
@@ -63,7 +63,7 @@ def _warn_once(line: str) -> None:
     _log.warning("%s", line)
 
 
-class Headwise:
+class LoadedArtifact:
     """An artifact that can be applied to the model it was made for, as often as wanted."""
 
     def __init__(self, artifact: artifacts.Artifact) -> None:

@@ -31,7 +31,7 @@ from profiling.quality.answers import answers, is_right
 from profiling.quality.forced_decode import Begun, begin, dense_losses, forced_losses
 from profiling.quality.method import Method, of_policy
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime import load as load_headwise
 from runtime.caches.make import make_cache
 from runtime.fingerprint import fingerprint
@@ -104,11 +104,11 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     return rows, {**record, "seen_by_search": overlaps}
 
 
-def _artifacts(config: Comparison) -> dict[str, Headwise]:
+def _artifacts(config: Comparison) -> dict[str, LoadedArtifact]:
     """Load the artifacts by the names of their rows: the first is `headwise`."""
     if config.config is None:
         return {}
-    artifacts: dict[str, Headwise] = {}
+    artifacts: dict[str, LoadedArtifact] = {}
     for file in (config.config, *config.beside):
         if artifacts:
             name = file.stem

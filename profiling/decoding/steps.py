@@ -16,14 +16,14 @@ from profiling.progress import bar
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL
 from profiling.speed.latency import interleaved
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.layers import heads_of, text_config
 
 # Tokens that are prefilled at a time.
 _CHUNK = 2048
 
 
-def methods(artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[Method]:
+def methods(artifacts: Mapping[str, LoadedArtifact], offloads: Sequence[str]) -> list[Method]:
     """Both dense attentions, and each artifact with each way to keep keys that are not chosen."""
     both = [
         Method(name=name, make=lambda: None, identity="", dense=name) for name in (MODEL, KERNEL)
@@ -35,7 +35,7 @@ def methods(artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[
     ]
 
 
-def _of_artifact(name: str, headwise: Headwise, offload: str) -> Method:
+def _of_artifact(name: str, headwise: LoadedArtifact, offload: str) -> Method:
     if offload == "auto":
         label = name
     else:

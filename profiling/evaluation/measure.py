@@ -29,7 +29,7 @@ from profiling.quality.method import Method
 from profiling.quality.sequences import Reference, sequences
 from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import MODEL
-from runtime.layers import layer_plans
+from runtime.layers import make_plans
 
 # Raised where the same prompt under the same method would give another record of its agreement with
 # dense attention.
@@ -247,7 +247,7 @@ def _agreement(
         if missing:
             reference = Reference(loaded.model, sequences([context], loaded.tokenizer))
             plans = {
-                method.name: layer_plans(method.headwise.artifact)
+                method.name: make_plans(method.headwise.artifact)
                 for method in missing
                 if method.headwise is not None
             }

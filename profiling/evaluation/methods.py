@@ -47,7 +47,7 @@ from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import Seen
 from profiling.quality.method import Method, digest
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.layers import attention_layers, full_layers
 
 if TYPE_CHECKING:
@@ -181,11 +181,11 @@ class Methods:
         if kind == HEADWISE:
             artifact = _with_tail(self._patterns_of(), own_tail)
             density = self._own_density(length, own_tail)
-            make = partial(Headwise, artifact)
+            make = partial(LoadedArtifact, artifact)
             sizes = f"{len(self.artifact.patterns)} patterns"
         else:
             artifact, density = self._uniform(kind, length, tail)
-            make = partial(Headwise, artifact)
+            make = partial(LoadedArtifact, artifact)
             sizes = ", ".join(artifact.patterns)
         return Method(
             name=name,
@@ -313,7 +313,7 @@ class Methods:
             identified = identity
         return Method(
             name=name,
-            make=partial(Headwise, artifact),
+            make=partial(LoadedArtifact, artifact),
             density=density,
             kept=kept,
             identity=identified,

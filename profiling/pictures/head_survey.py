@@ -24,7 +24,7 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
-from runtime.layers import attention_layers, layer_plans, text_config
+from runtime.layers import attention_layers, make_plans, text_config
 
 # A map has at most so many cells a side, however long the prompt.
 CELLS = 128
@@ -92,7 +92,7 @@ def survey(
     if artifact is None:
         plans = {}
     else:
-        plans = layer_plans(artifact)
+        plans = make_plans(artifact)
     sparsity = dict[int, np.ndarray]()
     maps = dict[tuple[int, int], HeadMap]()
     layers = attention_layers(model)

@@ -66,7 +66,7 @@ def _prefill(
     layer = call.layer
     settings = layer.settings
     plan = layer.plan
-    if plan is not None and _is_long(q, k, settings.dense_below, plan.dense_tail):
+    if plan is not None and _worth_sparse(q, k, settings.dense_below, plan.dense_tail):
         kernel, no_kernel = kernel_for(settings.backend, q, k, v)
         if no_kernel is None:
             settings.check_length(k.shape[2])
@@ -94,7 +94,7 @@ def _by_patterns(
     return out
 
 
-def _is_long(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:
+def _worth_sparse(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:
     """True for a chunk with enough queries and keys, as in a layer without a policy."""
     k_len = k.shape[2]
     return k_len >= dense_below and enough_queries(q.shape[2], k_len, dense_tail)
@@ -103,7 +103,7 @@ def _is_long(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:
 def _why_not(call: Call, cache: Any) -> str | None:
     """Reason why a cache that drops tokens cannot serve a call."""
     context = call.context
-    reason = call.special
+    reason = call.unsupported_reason
     if reason is not None:
         return reason
     if call.sinks is not None:

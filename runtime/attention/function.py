@@ -15,12 +15,12 @@ from kernels.call import MAX_QUERIES, AttentionCall, DecodeCall
 from kernels.dense import dense_attention
 from runtime.attention.dense import default_attention, faster
 from runtime.attention.evicting import attend_evicting
-from runtime.attention.layout import Part, kernel_of
+from runtime.attention.layout import Sequence, kernel_of
 from runtime.attention.mask import context_of, headwise_mask, starts_of
-from runtime.attention.state import MIN_QUERIES, NOTHING, Call, attempt, layer_of
+from runtime.attention.state import MIN_QUERIES, UNAPPLIED_LAYER, Call, attempt, layer_of
 from runtime.autocast import in_one_dtype
+from runtime.lazy import LazyTensor, NewTokens
 from runtime.omnikv.bank import fetched
-from runtime.standin import NewTokens, StandIn
 
 ATTENTION_NAME = "headwise"
 SLIDES = "the layer slides, and the artifact has patterns for it"
@@ -51,7 +51,7 @@ def headwise_attention(
 
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E)."""
     layer = layer_of(module)
-    state = layer or NOTHING
+    state = layer or UNAPPLIED_LAYER
     if layer is not None:
         query, key, value = _in_one_dtype(query, key, value)
     arguments = (module, state, query, key, value, attention_mask, dropout, scaling, more)
@@ -85,7 +85,7 @@ def headwise_attention(
         if isinstance(out, Tensor):
             layer.count("decode by kernel")
             return out, None
-        layer.count(out or failure or too_few(call) or "short")
+        layer.count(out or failure or dense_reason(call) or "short")
         return default_attention(call)
 
     # A prefill: patterns, else every key or a window by Headwise's kernel, else the model's own.
@@ -111,7 +111,7 @@ def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ..
 
     A lazy tensor already has it, from its cache.
     """
-    if isinstance(key, StandIn):
+    if isinstance(key, LazyTensor):
         return query.to(key.dtype), key, value
     return in_one_dtype(query, key, value)
 
@@ -128,7 +128,7 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     if why_dense is None:
         return "sparse", kernel, "sparse"
     context = call.context
-    if no_kernel is not None or context is None or not context.parts or not pays(call):
+    if no_kernel is not None or context is None or not context.sequences or not pays(call):
         return "default", "", why_dense
     settings = call.layer.settings
     if context.window is not None:
@@ -173,7 +173,7 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     Args:
         no_kernel: the reason why no kernel serves it, None where one does.
     """
-    few = too_few(call)
+    few = dense_reason(call)
     if few is not None:
         return few
     layer = call.layer
@@ -181,7 +181,7 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     context = call.context
     reason = no_kernel
     if call.window is not None or (context is not None and context.window is not None):
-        reason = call.special or SLIDES
+        reason = call.unsupported_reason or SLIDES
     elif reason is None:
         heads = call.q_shape[1], call.k_shape[1]
         if heads != layer.planned_heads:
@@ -191,14 +191,14 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     if reason is not None:
         layer.settings.refuse(reason)
         return reason
-    # A kernel serves the call, so it has a context; too_few() has seen that the layer has a plan.
+    # A kernel serves the call, so it has a context; dense_reason() checked that there is a plan.
     assert context is not None and plan is not None
     if not context.long(layer.settings.dense_below, plan.dense_tail):
         return "short"
     return None
 
 
-def too_few(call: Call) -> str | None:
+def dense_reason(call: Call) -> str | None:
     """Reason why a call is dense whatever its mask; None where it has to be sparse."""
     layer = call.layer
     context = call.context
@@ -227,7 +227,7 @@ def attend_chosen(call: Call) -> Tensor | None:
     contiguous, starts = starts_of(call.mask)
     if not contiguous or call.sinks is not None or call.window is not None:
         return None
-    if call.special is not None:
+    if call.unsupported_reason is not None:
         return None
     options: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
     if decode.serves(query, key):
@@ -284,7 +284,7 @@ def attend_step(call: Call) -> Tensor | None:
     contiguous, starts = starts_of(mask)
     if not contiguous:
         return None
-    if call.sinks is not None or call.special is not None:
+    if call.sinks is not None or call.unsupported_reason is not None:
         return None
     k_batch, kv_heads, _, k_dim = call.k_shape
     if k_batch != batch or k_dim != dim or not k_len or heads % kv_heads:
@@ -308,11 +308,11 @@ def attend_sparse(call: Call, kernel: str) -> Tensor:
     assert context is not None and plan is not None
     settings = call.layer.settings
     long = context.long(settings.dense_below, plan.dense_tail)
-    settings.check_length(max(part.k_len for part in long))
+    settings.check_length(max(sequence.k_len for sequence in long))
     q = call.query
     k = call.key
     v = call.value
-    keys, ragged = context.launch(long)
+    keys, ragged = context.batch_of(long)
     if keys is not None:
         k = k[:, :, keys]
         v = v[:, :, keys]
@@ -321,10 +321,10 @@ def attend_sparse(call: Call, kernel: str) -> Tensor:
         q, k, v, index, scale=call.scale, softcap=call.softcap, sinks=call.sinks
     )
     out: Tensor = registry.run_by("attention", kernel, attention)[0].transpose(1, 2)
-    for part in context.parts:
-        if part not in long:
-            row, queries, _ = part.slots
-            out[row, queries] = _attend_alone(call, part)
+    for sequence in context.sequences:
+        if sequence not in long:
+            row, queries, _ = sequence.slots
+            out[row, queries] = _attend_alone(call, sequence)
     return out
 
 
@@ -334,7 +334,7 @@ def attend_by_kernel(call: Call, kernel: str) -> Tensor:
     assert context is not None
     k = call.key
     v = call.value
-    keys, ragged = context.launch(context.parts)
+    keys, ragged = context.batch_of(context.sequences)
     if keys is not None:
         k = k[:, :, keys]
         v = v[:, :, keys]
@@ -345,14 +345,14 @@ def attend_by_kernel(call: Call, kernel: str) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _attend_alone(call: Call, part: Part) -> Tensor:
+def _attend_alone(call: Call, sequence: Sequence) -> Tensor:
     """(1, Q, H, E) of one sequence, densely by the faster way; its mask is not read."""
     assert call.context is not None
-    alone = call.part(part, call.context.alone(part))
+    alone = call.alone(sequence, call.context.alone(sequence))
     way, kernel, _ = choose(alone, "short")
     if way == "kernel":
         # A few queries are served by the decode kernels.
-        if part.q_len <= MAX_QUERIES:
+        if sequence.q_len <= MAX_QUERIES:
             kernel = call.layer.settings.backend
         return attend_by_kernel(alone, kernel)
     return default_attention(alone)[0]

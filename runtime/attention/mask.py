@@ -21,10 +21,10 @@ from torch import Tensor
 from kernels.copies import on_device
 from runtime.attention.layout import Context, Rows
 from runtime.attention.state import MIN_QUERIES, Settings, settings_of
-from runtime.standin import StandIn
+from runtime.lazy import LazyTensor
 
 
-class PrefillMask(StandIn):
+class PrefillMask(LazyTensor):
     """Causal mask (B, 1, Q, K) over sequences of contiguous tokens, without memory until read."""
 
     context: Context

@@ -28,7 +28,7 @@ from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
 
 if TYPE_CHECKING:
-    from runtime.attention.layout import Context, Part
+    from runtime.attention.layout import Context, Sequence
 
 # Calls with fewer queries than one tile are served as decode, not as prefill (the last queries of a
 # prompt, drafts to verify).
@@ -51,7 +51,7 @@ def enough_queries(q_len: int, k_len: int, dense_tail: int) -> bool:
     return q_len >= max(minimum, dense_tail + 1)
 
 
-class Calls:
+class CallCounter:
     """Counter of attention calls by how they were served, for any number of threads."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Settings:
     decode: OmniKV | None = None
     evicts: bool = False
     evidence: Evidence = field(default_factory=Evidence)
-    calls: Calls = field(default_factory=Calls)
+    calls: CallCounter = field(default_factory=CallCounter)
     warned: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -215,9 +215,9 @@ class Call:
         """The same call with other keys and values."""
         return replace(self, key=key, value=value)
 
-    def part(self, part: Part, context: Context) -> Self:
-        """The call of one of its sequences alone, without a mask."""
-        row, queries, keys = part.slots
+    def alone(self, sequence: Sequence, context: Context) -> Self:
+        """Return the call of one of its sequences alone, without a mask."""
+        row, queries, keys = sequence.slots
         return replace(
             self,
             query=self.query[row, :, queries],
@@ -249,7 +249,7 @@ class Call:
         return bool(wanted)
 
     @property
-    def special(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Reason why no kernel of Headwise computes this call; None for causal attention."""
         query = self.query
         key = self.key
@@ -279,7 +279,7 @@ def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served
     except HeadwiseError:
         raise
     except Exception as error:
-        why = name_of(error)
+        why = error_category(error)
         if why is None:
             raise
         call.layer.settings.refuse(why, message(error))
@@ -290,7 +290,7 @@ def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served
     return why
 
 
-def name_of(error: Exception) -> str | None:
+def error_category(error: Exception) -> str | None:
     """Name for an error of a kernel or of the memory it wanted; None for a caller's mistake.
 
     Few names, however much messages differ: calls are counted and warned of by them.
@@ -317,7 +317,7 @@ def message(error: Exception) -> str:
 
 
 # For a module to which nothing is applied, such as a copy's: torch's own attention.
-NOTHING = Layer(Settings(dense_below=sys.maxsize, dense_by="model"), -1, None)
+UNAPPLIED_LAYER = Layer(Settings(dense_below=sys.maxsize, dense_by="model"), -1, None)
 
 # Where a module keeps its state: a table of all modules would be part of every compiled graph.
 _ATTRIBUTE = "_headwise_layer"

@@ -211,11 +211,11 @@ class BankedLayer(GrowingLayer):
             self.to_bank(key_states, value_states)
         if self._banked is None:
             return super().update(key_states, value_states, *args, **kwargs)
-        offload = self.bank.append(self.place, past, key_states, value_states)
+        banked = self.bank.append(self.place, past, key_states, value_states)
         self._banked = past + key_states.shape[-2]
         if not past:
             return key_states, value_states
-        return OffloadedTensor(offload, 0), OffloadedTensor(offload, 1)
+        return OffloadedTensor(banked, 0), OffloadedTensor(banked, 1)
 
     def to_bank(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Move to the bank if it takes such keys and values; True if the layer is now in it."""

@@ -59,7 +59,7 @@ class H2O(Policy):
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
-        outs = [self._attend(part) for part in self._parts(call)]
+        outs = [self._attend(step) for step in self._split_steps(call)]
         if len(outs) == 1:
             return outs[0]
         return torch.cat(outs, dim=2)
@@ -72,11 +72,11 @@ class H2O(Policy):
             return min(heavy + recent + 1, needed + max(256, needed))
         return needed + max(_HEADROOM, needed // _FRACTION)
 
-    def _parts(self, call: Step) -> Iterator[Step]:
+    def _split_steps(self, call: Step) -> Iterator[Step]:
         """Split a call where tokens are dropped: nowhere, or before each query of "greedy"."""
         begin = 0
         while begin < call.length:
-            # The state changes with every part that is attended to.
+            # The state changes with every step.
             count = 1 if self.record.eviction == "greedy" else call.length
             while begin + count < call.length and self._fits(count) and self._fits(count + 1):
                 count += 1

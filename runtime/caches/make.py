@@ -47,7 +47,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cache:
-    """Make an empty cache; see Headwise.new_cache.
+    """Make an empty cache; see LoadedArtifact.new_cache.
 
     Layers that neither section names grow, or slide as those of transformers do.
 
@@ -108,12 +108,12 @@ def _omnikv_layers(
     layers = _growing_layers(plain)
     keep = section.budget if isinstance(section.budget, int) else 0
     served: dict[int, list[list[BankedLayer]]] = {}
-    for (chooser, _), numbers in _offloaded(roles, plain, offload).items():
+    for (filter_layer, _), numbers in _offloaded(roles, plain, offload).items():
         members = _banked_layers(len(numbers), keep)
-        served.setdefault(chooser, []).append(members)
+        served.setdefault(filter_layer, []).append(members)
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:
-        if roles[number].filters:
+        if roles[number].is_filter:
             layers[number] = FilterLayer(section.window, served.get(number, ()))
     return layers
 
@@ -124,10 +124,10 @@ def _offloaded(
     """Layers whose keys and values go to a bank, by their filter layer and device."""
     groups: dict[tuple[int, torch.device], list[int]] = {}
     for number, device in plain.items():
-        chooser = roles[number].filter
+        filter_layer = roles[number].served_by
         packed = offload == "packed" or (offload == "auto" and device.type == "cuda")
-        if chooser is not None and packed:
-            groups.setdefault((chooser, device), []).append(number)
+        if filter_layer is not None and packed:
+            groups.setdefault((filter_layer, device), []).append(number)
     return groups
 
 

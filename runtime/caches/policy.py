@@ -135,7 +135,7 @@ class Policy(ABC):
     - `maker`, if it is made of more than its record,
     - `size`, if it knows better how much memory it needs,
     - `snapshot`, if `attend` overwrites cached tokens,
-    - `why_not_in_vllm`, if vLLM serves it (see runtime.vllm.keep).
+    - `why_not_in_vllm`, if vLLM serves it (see runtime.vllm.paged_policies).
     PolicyLayer handles batches of different lengths, beams, drafts, and KV heads with different
     policies. Add a new policy to POLICIES (runtime.caches.make) and to the conformance suite
     (tests/conformance/test_cache_policies.py).

@@ -17,7 +17,7 @@ from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from runtime.caches.policy import Full
 from runtime.layers import attention_layers, layer_kinds, text_config
-from runtime.standin import MisfitError, UnreadableError
+from runtime.lazy import MisfitError, UnreadableError
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

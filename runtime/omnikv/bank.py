@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.index import PAD
-from runtime.omnikv.lane import Lane
-from runtime.standin import StandIn
+from runtime.lazy import LazyTensor
+from runtime.omnikv.copy_engine import CopyEngine
 
 # A page holds a minimum of tokens, and a fraction of the total: few pages, little unused.
 _MIN_TOKENS = 256
@@ -71,7 +71,7 @@ class Bank:
     """
 
     row: Row
-    lane: Lane
+    copy_engine: CopyEngine
 
     def __init__(self, layers: int, keep: int) -> None:
         self.layers = layers
@@ -96,8 +96,8 @@ class Bank:
         self._settle()
         new = memo[id(self)] = copy.copy(self)
         if self.batch:
-            self.lane.arrived()
-            new.lane = copy.deepcopy(self.lane, memo)
+            self.copy_engine.synchronize()
+            new.copy_engine = copy.deepcopy(self.copy_engine, memo)
         with torch.inference_mode(False):
             new.pages = [
                 torch.empty_like(page, pin_memory=page.is_pinned()).copy_(page)
@@ -115,29 +115,31 @@ class Bank:
     @property
     def nbytes(self) -> int:
         """Bytes of CPU memory allocated, headroom and staging memory included."""
-        memories = [*self.pages, self.lane.buffer] if self.batch else []
+        memories = [*self.pages, self.copy_engine.buffer] if self.batch else []
         return sum(memory.untyped_storage().nbytes() for memory in memories)
 
     def takes(self, k: Tensor, v: Tensor) -> bool:
         """True if the bank holds layers like this one: the first layer decides."""
         row = Row(k.shape[1], k.shape[3], v.shape[3], k.dtype)
         if not self.batch:
-            self.row, self.batch, self.lane = row, k.shape[0], Lane(k.device)
-        return (row, k.device, k.shape[0]) == (self.row, self.lane.device, self.batch)
+            self.row, self.batch, self.copy_engine = row, k.shape[0], CopyEngine(k.device)
+        return (row, k.device, k.shape[0]) == (self.row, self.copy_engine.device, self.batch)
 
-    def append(self, layer: int, past: int, k: Tensor, v: Tensor) -> Offload:
+    def append(self, layer: int, past: int, k: Tensor, v: Tensor) -> BankedKV:
         """Append new keys (B, G, Q, D) and values to the `past` tokens of a layer."""
         if self.leader is None:
             self.leader = layer
         rows = self.row.pack(k, v)
         self._reserve(past + rows.shape[0])
         for page, first, here in self._span(past, past + rows.shape[0]):
-            self.lane.send(page[layer, here], rows[first - past :][: here.stop - here.start])
-        return Offload(self, layer, past, rows)
+            self.copy_engine.write(
+                page[layer, here], rows[first - past :][: here.stop - here.start]
+            )
+        return BankedKV(self, layer, past, rows)
 
-    def read(self, call: Offload) -> Tensor:
+    def read(self, call: BankedKV) -> Tensor:
         """Copy the rows (K, B, R) of all tokens of a layer in a call to the device."""
-        self.lane.follow()
+        self.copy_engine.wait_writes()
         whole = call.rows.new_empty(call.past + call.rows.shape[0], *call.rows.shape[1:])
         for page, first, here in self._span(0, call.past):
             whole[first:][: here.stop - here.start].copy_(page[call.layer, here], non_blocking=True)
@@ -159,7 +161,9 @@ class Bank:
                 size = width + width // 8
             shape = (self.layers, size, self.batch, self.row.width)
             with torch.inference_mode(False):
-                self.slots = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
+                self.slots = torch.empty(
+                    shape, dtype=self.row.dtype, device=self.copy_engine.device
+                )
                 self._held = torch.full((self.batch, size), _EMPTY, dtype=torch.long)
         slots = self.slots
         held = self._held
@@ -177,9 +181,9 @@ class Bank:
             held.copy_(after)
             return counts
 
-        self._fetch = past, self.lane.start(tokens, gather)
+        self._fetch = past, self.copy_engine.start(tokens, gather)
 
-    def attended(self, call: Offload) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def attended(self, call: BankedKV) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Keys and values that a layer attends to in a call: its selected past, then its new rows.
 
         Returns:
@@ -203,12 +207,12 @@ class Bank:
         read = torch.where(valid, place, PAD).sort(-1).values
         return k, v, read.to(slots.device, non_blocking=True)
 
-    def chosen(self, call: Offload, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def selected(self, call: BankedKV, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, G, n + Q, D) and values of past tokens (B, n) of a layer, then of new ones."""
         self._settle()
         batch, count = tokens.shape
         shape = (count, batch, self.row.width)
-        rows = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
+        rows = torch.empty(shape, dtype=self.row.dtype, device=self.copy_engine.device)
         layer = torch.tensor([call.layer], dtype=torch.long)
         sequences = torch.arange(batch).repeat_interleave(count)
         places = torch.arange(count).repeat(batch)
@@ -216,7 +220,7 @@ class Bank:
         def gather(tokens: Tensor) -> None:
             self._deliver(layer, sequences, tokens.flatten(), places, rows[None])
 
-        self.lane.start(tokens, gather)()
+        self.copy_engine.start(tokens, gather)()
         return self.row.unpack(torch.cat([rows.to(call.rows.dtype), call.rows]))
 
     def crop(self, length: int) -> None:
@@ -229,7 +233,7 @@ class Bank:
         """Make sequence b what sequences[b] was, with `length` tokens of each layer."""
         self._settle()
         sequences = sequences.cpu().long()
-        self.lane.arrived()
+        self.copy_engine.synchronize()
         old = self.pages
         first = 0
         with torch.inference_mode(False), torch.no_grad():
@@ -250,7 +254,7 @@ class Bank:
         """Drop all tokens and free the memory."""
         self._settle()
         if self.batch:
-            self.lane.arrived()
+            self.copy_engine.synchronize()
         self._clear()
 
     def _settle(self) -> None:
@@ -270,7 +274,7 @@ class Bank:
             nbytes = max(1 << ((missing * token).bit_length() - 1), 1 << (minimum - 1).bit_length())
             tokens = nbytes // token
             with torch.inference_mode(False):
-                page = self.lane.memory(nbytes)[: tokens * token].view(self.row.dtype)
+                page = self.copy_engine.memory(nbytes)[: tokens * token].view(self.row.dtype)
             self.pages.append(page.view(self.layers, tokens, self.batch, self.row.width))
 
     def _span(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, slice]]:
@@ -299,8 +303,10 @@ class Bank:
         targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
         cuts = torch.searchsorted(tokens, torch.tensor(bounds, dtype=torch.long)).tolist()
-        self.lane.arrived()
-        staged = self.lane.staging(layers.numel() * tokens.numel(), self.row.width, self.row.dtype)
+        self.copy_engine.synchronize()
+        staged = self.copy_engine.staging(
+            layers.numel() * tokens.numel(), self.row.width, self.row.dtype
+        )
         order = []
         for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
             if hi > lo:
@@ -309,7 +315,7 @@ class Bank:
                 out = staged[layers.numel() * lo : layers.numel() * hi]
                 torch.index_select(page.view(-1, self.row.width), 0, lines.flatten(), out=out)
                 order.append(targets[:, lo:hi].flatten())
-        self.lane.deliver(staged, slots.view(-1, self.row.width), torch.cat(order))
+        self.copy_engine.deliver(staged, slots.view(-1, self.row.width), torch.cat(order))
 
 
 def replaced(held: Tensor, selected: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -343,7 +349,7 @@ def replaced(held: Tensor, selected: Tensor, counts: Tensor) -> tuple[Tensor, Te
     return sequences, tokens, places
 
 
-class Offload:
+class BankedKV:
     """Keys and values of a layer in a call: past in the bank, new rows (Q, B, R) on the device."""
 
     def __init__(self, bank: Bank, layer: int, past: int, rows: Tensor) -> None:
@@ -360,29 +366,29 @@ class Offload:
         return self._whole
 
 
-class OffloadedTensor(StandIn):
+class OffloadedTensor(LazyTensor):
     """Keys (B, G, K, D) or values (B, G, K, E) on the device, without memory until they are read.
 
     Code that reads one as a tensor gets all of it, fetched once a call; Headwise's attention
     fetches only selected tokens.
     """
 
-    offload: Offload
+    banked: BankedKV
     _which: int
 
     @staticmethod
-    def __new__(cls, offload: Offload, which: int) -> OffloadedTensor:
-        row = offload.bank.row
-        new, batch, _ = offload.rows.shape
-        shape = (batch, row.heads, offload.past + new, (row.k_dim, row.v_dim)[which])
-        tensor = cls.of(shape, offload.rows.dtype, offload.rows.device)
-        tensor.offload = offload
+    def __new__(cls, banked: BankedKV, which: int) -> OffloadedTensor:
+        row = banked.bank.row
+        new, batch, _ = banked.rows.shape
+        shape = (batch, row.heads, banked.past + new, (row.k_dim, row.v_dim)[which])
+        tensor = cls.of(shape, banked.rows.dtype, banked.rows.device)
+        tensor.banked = banked
         tensor._which = which
         return tensor
 
     def read(self) -> Tensor:
         """Fetch all of it as a plain tensor."""
-        return self.offload.read()[self._which]
+        return self.banked.read()[self._which]
 
 
 def fetched(tensor: Tensor) -> Tensor:

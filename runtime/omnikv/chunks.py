@@ -22,7 +22,7 @@ from runtime.omnikv.bank import OffloadedTensor
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class ChunkSelection:
     """A filter layer's selection among the `before` tokens before a chunk.
 
     Attributes:
@@ -74,7 +74,7 @@ class Past:
         # The filter layer may lie on another device.
         tokens = self.tokens.to(q.device, non_blocking=True)
         if isinstance(k, OffloadedTensor):
-            k, v = k.offload.bank.chosen(k.offload, tokens)
+            k, v = k.banked.bank.selected(k.banked, tokens)
         else:
             k = self._gathered(k, tokens)
             v = self._gathered(v, tokens)

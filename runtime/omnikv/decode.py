@@ -20,7 +20,7 @@ from torch import Tensor
 import artifacts
 from kernels.decode import MAX_QUERIES, decode_attention
 from runtime.omnikv.bank import OffloadedTensor, fetched
-from runtime.omnikv.chunks import Past
+from runtime.omnikv.chunks import ChunkSelection
 from runtime.omnikv.select import Role, Selector, filter_cache
 
 
@@ -31,7 +31,7 @@ class _Step(threading.local):
         # In the latest step: the number of keys, and the tokens.
         self.tokens: dict[int, tuple[int, Tensor]] = {}
         # For the latest chunk of a prompt.
-        self.pasts: dict[int, Past] = {}
+        self.selections: dict[int, ChunkSelection] = {}
 
 
 class OmniKV(Selector):
@@ -73,20 +73,20 @@ class OmniKV(Selector):
         selected = self._step.tokens
         # A step that fails below must leave no selection that another request could use.
         selected.pop(layer, None)
-        if role.filter is not None and isinstance(k, OffloadedTensor):
-            attended = k.offload.bank.attended(k.offload)
+        if role.served_by is not None and isinstance(k, OffloadedTensor):
+            attended = k.banked.bank.attended(k.banked)
             if attended is None:
                 return None
             # Selected tokens only: no padding, and not all in order.
             k, v, tokens = attended
             starts = None
-        elif role.filter is not None:
-            if role.filter not in selected or selected[role.filter][0] != k_len:
+        elif role.served_by is not None:
+            if role.served_by not in selected or selected[role.served_by][0] != k_len:
                 return None
             # The filter layer may lie on another device.
-            tokens = selected[role.filter][1].to(q.device, non_blocking=True)
+            tokens = selected[role.served_by][1].to(q.device, non_blocking=True)
         # A key's score is its largest probability (OmniKV, 4.1).
-        scores: Literal["max", "none"] = "max" if role.filters else "none"
+        scores: Literal["max", "none"] = "max" if role.is_filter else "none"
         result = decode_attention(
             q,
             fetched(k),
@@ -101,7 +101,7 @@ class OmniKV(Selector):
         if result.scores is not None:
             tokens = self.choose(self.of_all_heads(result.scores), q.shape[2], starts, k)
             selected[layer] = k_len, tokens
-            self.reads.add(layer, tokens)
+            self.stats.add(layer, tokens)
             cache = filter_cache(k)
             if cache is not None:
                 cache.chose(tokens, k_len - q.shape[2])
@@ -143,16 +143,18 @@ class OmniKV(Selector):
         count = ceil(ratio * q_len)
         if count >= past:
             return None
-        pasts = self._step.pasts
-        pasts.pop(layer, None)
-        if role.filters:
+        selections = self._step.selections
+        selections.pop(layer, None)
+        if role.is_filter:
             # The chunk's last queries select.
             queries = q[:, :, -min(self.section.window, MAX_QUERIES, q_len) :]
             scores = self._scores(queries, fetched(k), starts=starts, **options)[:, :, :past]
-            pasts[layer] = Past.of(self.of_all_heads(scores), count, q_len, firsts, starts)
-        if role.filter is None:
+            selections[layer] = ChunkSelection.of(
+                self.of_all_heads(scores), count, q_len, firsts, starts
+            )
+        if role.served_by is None:
             return None
-        selection = pasts.get(role.filter)
+        selection = selections.get(role.served_by)
         if selection is None or (selection.q_len, selection.before) != (q_len, past):
             return None
         return selection.attend(q, k, v, backend=backend, **options)
@@ -164,7 +166,7 @@ class OmniKV(Selector):
             options: starts, scale and softcap, as attend has them.
         """
         cache = filter_cache(k)
-        if self.section.selector == "last" or not role.filters or cache is None:
+        if self.section.selector == "last" or not role.is_filter or cache is None:
             return
         k_len = k.shape[2]
         last = min(self.section.window - 1, q.shape[2])

@@ -29,12 +29,12 @@ class Role:
     """Role of a full-attention layer in decode: filter layer, served by one, or neither.
 
     Attributes:
-        filters: it selects tokens.
-        filter: the layer that selects for it. With neither it attends to every token.
+        is_filter: it selects tokens.
+        served_by: the filter layer that selects for it. With neither it attends to every token.
     """
 
-    filters: bool = False
-    filter: int | None = None
+    is_filter: bool = False
+    served_by: int | None = None
 
 
 def roles_of(section: artifacts.OmniKV, layers: Iterable[int]) -> dict[int, Role]:
@@ -44,7 +44,7 @@ def roles_of(section: artifacts.OmniKV, layers: Iterable[int]) -> dict[int, Role
     }
 
 
-class Reads:
+class SelectionStats:
     """Counter of the tokens that each filter layer selected; adding waits for no device."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Reads:
         with self._lock:
             sums = {layer: both.tolist() for layer, both in self._sums.items()}
         means = {layer: count / steps for layer, (count, steps) in sums.items() if steps}
-        read = [means[role.filter] for role in roles.values() if role.filter in means]
+        read = [means[role.served_by] for role in roles.values() if role.served_by in means]
         if read:
             return sum(read) / len(read)
         return None
@@ -79,7 +79,7 @@ class Selector:
 
     Attributes:
         group: the processes that share the heads of a layer; all select by the scores of all.
-        reads: tokens selected so far.
+        stats: tokens selected so far.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Selector:
         self.section = section
         self.group = group
         self.roles = roles_of(section, layers)
-        self.reads = Reads()
+        self.stats = SelectionStats()
 
     @property
     def tokens_read(self) -> float | None:
         """Mean tokens that a sparse layer read in a step; None before any. Waits for a GPU."""
-        return self.reads.mean(self.roles)
+        return self.stats.mean(self.roles)
 
     def count(self, k_len: int) -> int:
         """Tokens that a sparse layer attends to, of `k_len`."""

@@ -25,8 +25,8 @@ from runtime.fingerprint import compare, config_info
 from runtime.layers import section_faults, why_not_full
 from runtime.omnikv.select import Role, roles_of
 from runtime.vllm.counters import SPARSE
-from runtime.vllm.keep import Keeps, keeps_of, policies_of
 from runtime.vllm.options import KEY, Options
+from runtime.vllm.paged_policies import PagedPolicy, paged_policies, policies_of
 
 # docs/vllm.md has the same versions.
 TRIED = ("0.32.0", "0.33.0")
@@ -100,13 +100,13 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
             yield "split batches (--enable-dbo) are not served with a decode section"
     size = int(parallel.tensor_parallel_size)
     yield from misfits(artifact, model.hf_config, model.hf_text_config, size)
-    keeps = keeps_of(artifact)
-    if model.rswa_window is not None and any(kept.asks_prompts for kept in keeps.values()):
+    policies = paged_policies(artifact)
+    if model.rswa_window is not None and any(policy.asks_prompts for policy in policies.values()):
         yield "kv_cache with snapkv is not served for a model that has a window over its replies"
-    if keeps and drafts == "draft_model":
+    if policies and drafts == "draft_model":
         # vLLM wants a draft model's layers in one group of its cache, and may spread them there.
         yield "speculative decoding by draft_model is not served where kv_cache drops tokens"
-    if keeps and config.kv_transfer_config is not None:
+    if policies and config.kv_transfer_config is not None:
         yield "--kv-transfer-config is not served where kv_cache drops tokens"
     device = config.device_config.device
     empty = torch.empty(1, 1, 1, artifact.model.head_dim, dtype=model.dtype, device=device)
@@ -115,10 +115,10 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         yield f"no prefill can be sparse here: {missing}"
 
 
-def why_dense(artifact: Artifact, layer: int, keeps: Keeps | None) -> str | None:
+def why_dense(artifact: Artifact, layer: int, policy: PagedPolicy | None) -> str | None:
     """Reason why by the artifact no prefill of a layer is sparse, None where it is."""
-    if keeps is not None and keeps.why_dense is not None:
-        return keeps.why_dense
+    if policy is not None and policy.why_dense is not None:
+        return policy.why_dense
     row = artifact.prefill.layers[layer]
     if row is None:
         return "left alone by the artifact"
@@ -128,16 +128,16 @@ def why_dense(artifact: Artifact, layer: int, keeps: Keeps | None) -> str | None
 
 
 def summary(
-    reasons: Mapping[str, str], keeps: Mapping[int, Keeps], roles: Mapping[int, Role]
+    reasons: Mapping[str, str], policies: Mapping[int, PagedPolicy], roles: Mapping[int, Role]
 ) -> list[str]:
     """Lines on layers: sparse, dense by reason, dropping tokens; and their roles in decode."""
     lines = [f"layers {reasons.get(SPARSE, 'none')} sparse"]
     lines += [f"layers {layers} dense: {why}" for why, layers in reasons.items() if why != SPARSE]
-    texts = grouped((layer, str(each)) for layer, each in keeps.items())
+    texts = grouped((layer, str(each)) for layer, each in policies.items())
     lines += [f"layers {layers} keep {text}" for text, layers in texts.items()]
     if roles:
-        filters = ranges(layer for layer, role in roles.items() if role.filters)
-        readers = ranges(layer for layer, role in roles.items() if role.filter is not None)
+        filters = ranges(layer for layer, role in roles.items() if role.is_filter)
+        readers = ranges(layer for layer, role in roles.items() if role.served_by is not None)
         lines.append(f"decode: layers {readers} read what layers {filters} choose")
     return lines
 
@@ -205,12 +205,12 @@ def run(config: Config) -> Outcome:
 
 def _layers(artifact: Artifact, config: Any) -> list[str]:
     """Lines on the layers of a model, by the configuration of its language part."""
-    keeps = keeps_of(artifact)
+    policies = paged_policies(artifact)
     reasons = reasons_by_layer(config, artifact.model.num_layers)
     served = []
     for layer, not_full in reasons.items():
         if not_full is None:
-            why = why_dense(artifact, layer, keeps.get(layer))
+            why = why_dense(artifact, layer, policies.get(layer))
         else:
             why = f"it {not_full}"
         served.append((layer, why or SPARSE))
@@ -218,7 +218,7 @@ def _layers(artifact: Artifact, config: Any) -> list[str]:
     if artifact.decode is not None:
         full = [layer for layer, not_full in reasons.items() if not_full is None]
         roles = roles_of(artifact.decode.omnikv, full)
-    return summary(grouped(served), keeps, roles)
+    return summary(grouped(served), policies, roles)
 
 
 def command(model: str, options: Mapping[str, Any], size: int) -> str:

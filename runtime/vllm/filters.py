@@ -27,7 +27,7 @@ from runtime.vllm.step import LayerStep
 _SCORES = 1 << 28
 
 
-class Chooser:
+class FilterDecode:
     """Decode section in one process. A selection is valid for one step.
 
     Attributes:
@@ -57,7 +57,7 @@ class Chooser:
         """True if a step of single tokens can be replayed for others."""
         return self.selector.group is None
 
-    def gains(self, k_len: int) -> bool:
+    def over_budget(self, k_len: int) -> bool:
         """True for a context with more keys than the budget."""
         return k_len > self.selector.count(k_len)
 
@@ -68,14 +68,15 @@ class Chooser:
     def groups(self, batch: Batch) -> tuple[tuple[Group, ...], list[Chunk]]:
         """Requests of a new step that are served here, and those with more keys than the budget."""
         self._tokens.clear()
-        drafts = [c for c in batch.requests if 1 < c.q_len <= MAX_QUERIES and self.gains(c.k_len)]
+        few = [chunk for chunk in batch.requests if 1 < chunk.q_len <= MAX_QUERIES]
+        drafts = [chunk for chunk in few if self.over_budget(chunk.k_len)]
         single = [chunk for chunk in batch.requests if chunk.q_len == 1]
-        gaining = [chunk for chunk in single if self.gains(chunk.k_len)]
+        long = [chunk for chunk in single if self.over_budget(chunk.k_len)]
         groups = batch.groups(drafts)
-        if batch.captured or gaining:
+        if batch.captured or long:
             # All of them in one launch: a context within the budget gets every token.
             groups += batch.groups(single)
-        return groups, drafts + gaining
+        return groups, drafts + long
 
     def attend(self, layer: int, group: Group, step: LayerStep) -> None:
         """Write attention of a group in a layer with a role.
@@ -86,7 +87,7 @@ class Chooser:
         Raises:
             HeadwiseError: the filter layer selected no tokens in this step.
         """
-        served_by = self.roles[layer].filter
+        served_by = self.roles[layer].served_by
         if served_by is not None:
             if (served_by, group.q_len) not in self._tokens:
                 raise HeadwiseError(f"filter layer {served_by} selected no tokens in this step")
@@ -105,7 +106,7 @@ class Chooser:
             selection[rows] = tokens
         self._tokens[layer, group.q_len] = selection
 
-    def rehearse(self, layer: int, step: LayerStep) -> None:
+    def profile_memory(self, layer: int, step: LayerStep) -> None:
         """Use the memory of a filter layer in a step of the most requests and longest contexts.
 
         Drafts of one request take more scores than a single token does.
@@ -113,7 +114,7 @@ class Chooser:
         Args:
             step: any tokens, with one page, used for all pages of a request.
         """
-        if layer not in self.roles or not self.roles[layer].filters:
+        if layer not in self.roles or not self.roles[layer].is_filter:
             return
         device = step.query.device
         pages = -(-self._longest // step.size)

@@ -16,10 +16,10 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
-from runtime.attention.state import message, name_of
+from runtime.attention.state import error_category, message
 from runtime.vllm.batch import KEY, Batch, Chunk, Group
 from runtime.vllm.engine import Engine, ServedLayer, engine_of
-from runtime.vllm.step import PAGE, LayerStep, halves, quantised, store
+from runtime.vllm.step import PAGE, LayerStep, quantised, split_kv, write_kv
 
 # Whatever the parent is.
 _Parent: Any = object
@@ -55,7 +55,7 @@ class SparseImpl(_Parent):
         if served.eight_bits is not None:
             key = quantised(key, layer._k_scale_float, served.eight_bits)
             value = quantised(value, layer._v_scale_float, served.eight_bits)
-        store(kv_cache, key, value, slots)
+        write_kv(kv_cache, key, value, slots)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """No: vLLM quantises what our kernels have written."""
@@ -84,7 +84,7 @@ class SparseImpl(_Parent):
                 f"no quantised output from a layer served by an artifact: use {off}"
             )
         if attn_metadata is None:
-            self._rehearse(served, query.to(output.dtype))
+            self._profile_memory(served, query.to(output.dtype))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
         if batch is None:
             return super().forward(*arguments)
@@ -96,7 +96,7 @@ class SparseImpl(_Parent):
             kv_cache = kv_cache.view(served.eight_bits)
             k_scale = layer._k_scale_float
             v_scale = layer._v_scale_float
-        k, v = halves(kv_cache, served.ours)
+        k, v = split_kv(kv_cache, served.ours)
         step = LayerStep(
             batch=batch,
             query=query,
@@ -108,10 +108,10 @@ class SparseImpl(_Parent):
             own=None if key is None or value is None else (key, value),
         )
         done = self._sparsely(served, step)
-        if served.keeps is None:
+        if served.policy is None:
             step.attend(done)
         else:
-            served.keeps.attend(step, done)
+            served.policy.attend(step, done)
         return output
 
     def _sparsely(self, served: ServedLayer, step: LayerStep) -> list[Chunk]:
@@ -121,7 +121,7 @@ class SparseImpl(_Parent):
         """
         engine = self._engine
         groups: tuple[Group, ...] = ()
-        if engine.chooser is not None and served.number in engine.chooser.roles:
+        if engine.filter_decode is not None and served.number in engine.filter_decode.roles:
             groups = step.batch.decodes
         done: list[Chunk] = []
         try:
@@ -130,12 +130,12 @@ class SparseImpl(_Parent):
                     self._by_patterns(served.plan, step, chunk)
                     done.append(chunk)
             for group in groups:
-                assert engine.chooser is not None and served.number is not None
-                engine.chooser.attend(served.number, group, step)
+                assert engine.filter_decode is not None and served.number is not None
+                engine.filter_decode.attend(served.number, group, step)
                 done += group.chunks
         except Exception as error:
             ours = isinstance(error, HeadwiseError)
-            why = str(error) if ours else name_of(error)
+            why = str(error) if ours else error_category(error)
             # Processes select together: if one stopped here, the others would wait for it.
             if why is None or (groups and engine.size > 1):
                 raise
@@ -158,7 +158,7 @@ class SparseImpl(_Parent):
         sparse_attention(query, step.k, step.v, index, block_table=table, out=out, **step.options)
         step.rescale(out)
 
-    def _rehearse(self, served: ServedLayer, query: Tensor) -> None:
+    def _profile_memory(self, served: ServedLayer, query: Tensor) -> None:
         """Use the memory of this layer's largest step, in vLLM's profiling run.
 
         vLLM then leaves as much free: for the index of the last chunk of the longest prompt, for
@@ -174,7 +174,7 @@ class SparseImpl(_Parent):
         dtype = served.eight_bits or query.dtype
         cache = query.new_zeros(1, self.num_kv_heads, PAGE, 2 * query.shape[-1], dtype=dtype)
         table = torch.zeros(1, -(-k_len // PAGE), dtype=torch.int32, device=query.device)
-        k, v = halves(cache, served.ours)
+        k, v = split_kv(cache, served.ours)
         step = LayerStep(
             batch=Batch(block_table=table),
             query=query,
@@ -187,10 +187,10 @@ class SparseImpl(_Parent):
         if served.plan is not None and self._engine.is_sparse(chunk):
             q = query.transpose(0, 1)[None]
             served.plan.build(q, k, scale=self.scale, block_table=table, k_len=k_len)
-        if served.number is not None and self._engine.chooser is not None:
-            self._engine.chooser.rehearse(served.number, step)
-        if served.keeps is not None:
-            served.keeps.rehearse(step, chunk)
+        if served.number is not None and self._engine.filter_decode is not None:
+            self._engine.filter_decode.profile_memory(served.number, step)
+        if served.policy is not None:
+            served.policy.profile_memory(step, chunk)
 
     def _options(self, k_scale: float = 1.0) -> dict[str, Any]:
         softcap = self.logits_soft_cap or None

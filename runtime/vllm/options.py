@@ -11,7 +11,7 @@ from artifacts.errors import one_line, shorten
 from artifacts.schema.fields import Record, Text
 from artifacts.schema.front import POINT, read_point
 from artifacts.schema.validation import explain
-from runtime import Headwise, load
+from runtime import LoadedArtifact, load
 
 KEY = "headwise"
 # Added to the engine's configuration, which enters the key of vLLM's compile cache.
@@ -42,7 +42,7 @@ class Options(Record):
     point: Annotated[str, AfterValidator(_check_point)] | None = None
     dense: bool = False
 
-    def load(self) -> Headwise:
+    def load(self) -> LoadedArtifact:
         """Load the artifact at its point; HeadwiseError as runtime.load, and for another hash."""
         headwise = load(self.artifact, point=self.point, verify=self.verify)
         content = headwise.artifact.content_sha256

@@ -13,7 +13,7 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense
+from runtime import LoadedArtifact, apply_dense
 from runtime.layers import attention_layers, full_layers, layer_kinds
 from tests.runtime.batches import LAYOUTS, fed, given, real_of
 from tests.runtime.omnikv import CLOSE, steps
@@ -128,7 +128,7 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
         served.append({"kv_cache": sections["kv_cache"]})
     for section in served:
         artifact = artifact_for(model, dense=True).model_copy(update=section)
-        with Headwise(artifact).apply(model, strict=True, backend="reference") as handle:
+        with LoadedArtifact(artifact).apply(model, strict=True, backend="reference") as handle:
             found = steps(model, prompt, forced, handle.new_cache(offload="packed"))
             stats = handle.stats()
         torch.testing.assert_close(found, expected, **CLOSE)
@@ -150,7 +150,7 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
 def test_a_section_a_layer_cannot_serve_is_refused(family, section, cause, build, artifact_for):
     model = build(family)
     sections = whole(model, 1)
-    headwise = Headwise(artifact_for(model).model_copy(update={section: sections[section]}))
+    headwise = LoadedArtifact(artifact_for(model).model_copy(update={section: sections[section]}))
     for ask in (headwise.apply, headwise.new_cache):
         with pytest.raises(HeadwiseError, match=cause):
             ask(model)
@@ -181,7 +181,7 @@ def test_the_index_is_built_with_the_scale_of_the_model(build, apply, masked, id
 def test_what_cannot_be_served_is_refused_by_the_cause(name, build, artifact_for):
     model = refused_model(name)
     with pytest.raises(HeadwiseError) as error:
-        Headwise(artifact_for(build())).apply(model)
+        LoadedArtifact(artifact_for(build())).apply(model)
     assert str(error.value) == f"{name} {REFUSED[name]['cause']}"
 
 

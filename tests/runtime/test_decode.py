@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
 from artifacts import HeadwiseError
-from runtime.omnikv import lane
+from runtime.omnikv import copy_engine
 from tests.runtime.batches import chunks_of, fed, real_from
 from tests.runtime.omnikv import CLOSE, LAYERS, oracle
 
@@ -190,13 +190,13 @@ def test_every_chunk_is_what_the_oracle_makes(family, ratio, sizes, offload, bui
 
 def test_only_chosen_rows_of_the_past_are_fetched(build, decoding, ids, monkeypatch):
     staged = []
-    former = lane.Lane.staging
+    former = copy_engine.CopyEngine.staging
 
     def noted(self, rows, *more):
         staged.append(rows)
         return former(self, rows, *more)
 
-    monkeypatch.setattr(lane.Lane, "staging", noted)
+    monkeypatch.setattr(copy_engine.CopyEngine, "staging", noted)
     monkeypatch.setattr("runtime.omnikv.bank.Bank.read", None)
     model = build(**LAYERS)
     with decoding(model, prefill_ratio=0.5).apply(model, backend="auto") as handle:

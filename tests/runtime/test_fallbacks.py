@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense
+from runtime import LoadedArtifact, apply_dense
 from runtime.attention.function import headwise_attention
 from runtime.attention.layout import NOT_CAUSAL
 from runtime.attention.mask import headwise_mask
@@ -67,7 +67,7 @@ def test_a_call_is_dense_and_said_once_or_raised(
     if call not in ("mask by hand", "position bias"):
         causal = model(input_ids=tokens).logits
         assert (causal - expected).abs().max() > 0.01
-    headwise = Headwise(artifact_for(model))
+    headwise = LoadedArtifact(artifact_for(model))
     with headwise.apply(model, backend="reference") as handle:
         for _ in range(2):
             torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
@@ -94,7 +94,7 @@ def test_tokens_after_a_padded_prompt_with_images(artifact_for, ids):
     }
     tokens = torch.cat([prompt, short])
     expected = model.generate(tokens, **options)
-    with Headwise(artifact_for(model)).apply(model, backend="auto") as handle:
+    with LoadedArtifact(artifact_for(model)).apply(model, backend="auto") as handle:
         found = model.generate(tokens, past_key_values=handle.new_cache(), **options)
     assert torch.equal(found, expected)
 

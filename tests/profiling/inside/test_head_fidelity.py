@@ -23,7 +23,7 @@ from profiling.inside.head_fidelity import (
 )
 from profiling.prompts.prompt import Prompt
 from runtime.fingerprint import fingerprint
-from runtime.layers import layer_plans
+from runtime.layers import make_plans
 from tests.default_dtype import OTHERS, default_dtype
 from tests.profiling.inside.plain import output, random_inputs, weights
 from tests.runtime.tiny import tiny_model
@@ -173,8 +173,8 @@ def test_what_a_pattern_keeps_is_known_of_each_head(model):
 
 def test_recall_of_several_is_of_patterns_alone(model):
     plans = {
-        "few": layer_plans(artifact(model, NARROW, NARROW)),
-        "whole": layer_plans(artifact(model, WIDE, WIDE)),
+        "few": make_plans(artifact(model, NARROW, NARROW)),
+        "whole": make_plans(artifact(model, WIDE, WIDE)),
     }
     found = recall(model, PROMPT, {"dense": {}, **plans})
     assert found == {"few": found["few"], "whole": pytest.approx(1, abs=1e-5)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import artifacts
 from artifacts import Full, HeadwiseError, Streaming
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers, text_config
 from tests.runtime.batches import fed
@@ -47,13 +47,13 @@ UNLIKE_THEMSELVES = {"moshi"}
 exhaustive = pytest.mark.exhaustive
 
 
-def keeping(model: Any, policy: Any) -> Headwise:
+def keeping(model: Any, policy: Any) -> LoadedArtifact:
     """One policy for all layers that see every token."""
     modules = attention_layers(model)
     free = modules.keys() - sliding_layers(modules)
     count = text_config(model).num_hidden_layers
     rows = tuple("it" if number in free else None for number in range(count))
-    return Headwise(
+    return LoadedArtifact(
         artifacts.Artifact(
             model=fingerprint(model, name="tiny"),
             search=None,

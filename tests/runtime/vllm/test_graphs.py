@@ -24,7 +24,7 @@ from kernels.decode import MAX_QUERIES
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import KEY
 from runtime.vllm.counters import Counters
-from runtime.vllm.filters import Chooser
+from runtime.vllm.filters import FilterDecode
 from runtime.vllm.step import store
 from tests.runtime.vllm.conftest import (
     CLOSE,
@@ -161,7 +161,7 @@ def section(request, engine):
     """A decode section at work in `engine`, whose builder captures as vLLM's do."""
     section = artifacts.OmniKV(**SECTION, window=1, **request.param)
     selector = Selector(section, range(4))
-    engine.at_work.chooser = Chooser(selector, requests=REQUESTS, longest=LONGEST)
+    engine.at_work.filter_decode = FilterDecode(selector, requests=REQUESTS, longest=LONGEST)
     engine.layer["plan"] = None
     return section
 
@@ -241,12 +241,12 @@ def test_the_profiling_run_takes_what_a_step_will_take(engine, section, monkeypa
     with monkeypatch.context() as profiling:
         profiling.setattr(Parent, "forward", lambda *args: args[-1])
         buffers.forward(None)
-    chooser = engine.at_work.chooser
-    (slots,) = chooser._slots.values()
+    filter_decode = engine.at_work.filter_decode
+    (slots,) = filter_decode._slots.values()
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, count(section, LONGEST))
     # No tokens are selected by that.
-    assert engine.at_work.counters.tokens_read is None and not chooser._tokens
+    assert engine.at_work.counters.tokens_read is None and not filter_decode._tokens
     buffers.fill(STEPS[0])
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
     whole, drafts, step_of_all = scored

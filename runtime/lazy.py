@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from artifacts import HeadwiseError
 
 
-class StandIn(Tensor):
+class LazyTensor(Tensor):
     """Tensor of some shape, dtype and device; code that reads it as a tensor gets read()."""
 
     @classmethod
@@ -34,7 +34,7 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(StandIn, lambda each: each.read(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyTensor, lambda each: each.read(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -54,7 +54,7 @@ class UnreadableError(MisfitError):
         self.layer = layer
 
 
-class NewTokens(StandIn):
+class NewTokens(LazyTensor):
     """Keys (B, G, slots, D) or values of a cache that drops tokens; they cannot be read.
 
     Attributes:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Lane:
+class CopyEngine:
     """Copies of one bank: plain ones for a CPU, asynchronous ones for a GPU.
 
     For a GPU memory is pinned, and rows go out on one stream and come in on another. A thread
@@ -39,7 +39,7 @@ class Lane:
         """Uninitialised memory of a bank: (nbytes,) uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
 
-    def send(self, target: Tensor, rows: Tensor) -> None:
+    def write(self, target: Tensor, rows: Tensor) -> None:
         """Copy rows of the device into a bank, after the work queued so far; waits for nothing."""
         if not self._cuda:
             target.copy_(rows)
@@ -50,12 +50,12 @@ class Lane:
         # Otherwise the allocator could reuse the memory while it is still being copied.
         rows.record_stream(self._outward)
 
-    def arrived(self) -> None:
+    def synchronize(self) -> None:
         """Wait on the host until the bank holds all rows sent."""
         if self._cuda:
             self._outward.synchronize()
 
-    def follow(self) -> None:
+    def wait_writes(self) -> None:
         """Order later copies to the device behind all rows sent."""
         if self._cuda:
             torch.cuda.current_stream(self.device).wait_stream(self._outward)
