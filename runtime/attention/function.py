@@ -21,6 +21,7 @@ from runtime.attention.state import MIN_QUERIES, UNAPPLIED_LAYER, Call, attempt,
 from runtime.autocast import in_one_dtype
 from runtime.lazy import LazyTensor, NewTokens
 from runtime.omnikv.bank import fetched
+from runtime.omnikv.session import take
 
 ATTENTION_NAME = "headwise"
 SLIDES = "the layer slides, and the artifact has patterns for it"
@@ -224,6 +225,9 @@ def attend_chosen(call: Call) -> Tensor | None:
     decode = layer.settings.decode
     role = layer.role
     assert decode is not None and role is not None
+    cache = None
+    if role.is_filter:
+        cache = take(layer.number, call.k_shape[0], call.k_shape[2])
     contiguous, starts = starts_of(call.mask)
     if not contiguous or call.sinks is not None or call.window is not None:
         return None
@@ -231,12 +235,12 @@ def attend_chosen(call: Call) -> Tensor | None:
         return None
     options: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
     if decode.serves(query, key):
-        out = decode.attend(layer.number, role, query, key, value, **options)
+        out = decode.attend(layer.number, role, query, key, value, cache, **options)
         if out is not None:
             layer.count("chosen")
         return out
-    if call.q_shape[2] > 1:
-        decode.after_prefill(role, query, key, **options)
+    if cache is not None and call.q_shape[2] > 1:
+        decode.after_prefill(cache, query, key, **options)
     context = call.context
     if context is None or context.ranges is None:
         return None

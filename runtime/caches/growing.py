@@ -8,7 +8,6 @@ tokens.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from runtime.autocast import in_one_dtype
 from runtime.caches.policy import grown, with_headroom
 from runtime.omnikv.bank import Bank, OffloadedTensor
+from runtime.omnikv.session import announce
 
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
 _DRAFTS = 16
@@ -102,32 +102,32 @@ class FilterLayer(GrowingLayer):
     were rejected.
 
     Attributes:
+        number: the layer's number.
+        window: W, the queries whose scores select.
         served: the layers in banks that attend to its selection, bank by bank.
     """
 
     def __init__(
-        self, window: int, served: Sequence[Sequence[BankedLayer]] = (), **kwargs: Any
+        self,
+        number: int,
+        window: int,
+        served: Sequence[Sequence[BankedLayer]] = (),
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.number = number
         self.window = window
         self.served = served
         self.history: Tensor | None = None
         # Length of the cache when each row of history was written.
         self._written: list[int] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A pickle or a copy gets its own reference from keys to their layer at the next update.
-        state = dict(vars(self))
-        if state.get("keys") is not None:
-            state["keys"] = state["keys"].detach()
-        return state
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """See GrowingLayer.update; the keys refer to this layer (omnikv.select.filter_cache)."""
+        """See GrowingLayer.update; the attention that follows takes this layer (omnikv.session)."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        keys.headwise_cache = weakref.ref(self)  # type: ignore[attr-defined]
+        announce(self)
         return keys, values
 
     def remember(self, scores: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class FilterLayer(GrowingLayer):
         self._written = [*self._written, scores.shape[-1]][-rows.shape[1] :]
         return rows[:, -self.window :]
 
-    def chose(self, tokens: Tensor, past: int) -> None:
+    def fetch(self, tokens: Tensor, past: int) -> None:
         """Start fetching tokens (B, C), ascending and padded, of those before `past`."""
         for layers in self.served:
             if any(layer.get_seq_length() != past for layer in layers):

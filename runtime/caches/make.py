@@ -69,9 +69,11 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     if decode is None:
         layers = _growing_layers(_plain_layers(cache, modules))
     else:
+        plain = _plain_layers(cache, modules)
+        _check_filter_layers(decode.omnikv, plain, modules)
         # A bank is for keys, not for latents.
-        keyed = {number: m for number, m in modules.items() if not caches_latents(m)}
-        layers = _omnikv_layers(decode.omnikv, _plain_layers(cache, keyed), offload)
+        keyed = {number for number in plain if not caches_latents(modules[number])}
+        layers = _omnikv_layers(decode.omnikv, plain, keyed, offload)
     if section is not None:
         layers |= policy_layers(section, model, modules, has_decode=decode is not None)
     for number, layer in layers.items():
@@ -98,23 +100,45 @@ def _growing_layers(plain: dict[int, torch.device]) -> dict[int, CacheLayerMixin
     return {number: GrowingLayer() for number in plain}
 
 
+def _check_filter_layers(
+    section: artifacts.OmniKV, plain: dict[int, torch.device], modules: dict[int, nn.Module]
+) -> None:
+    """Raise HeadwiseError for a filter layer whose cache cannot keep scores of earlier queries."""
+    if section.selector == "last":
+        return
+    for number in section.filter_layers:
+        if number not in plain:
+            raise HeadwiseError(
+                f"decode.omnikv.selector must be 'last', got {section.selector!r}: filter layer "
+                f"{number} ({type(modules[number]).__name__}) caches more than its keys and values"
+            )
+
+
 def _omnikv_layers(
-    section: artifacts.OmniKV, plain: dict[int, torch.device], offload: str
+    section: artifacts.OmniKV, plain: dict[int, torch.device], keyed: set[int], offload: str
 ) -> dict[int, CacheLayerMixin]:
-    """Make the cache layers of a decode section, with a bank for each filter layer and device."""
+    """Make the cache layers of a decode section, with a bank for each filter layer and device.
+
+    Args:
+        section: the decode section.
+        plain: devices of the layers with a plain growing cache.
+        keyed: those of them that cache keys and values, which a bank can hold.
+        offload: as in make_cache.
+    """
     from runtime.caches.growing import FilterLayer
 
     roles = roles_of(section, plain)
     layers = _growing_layers(plain)
     keep = section.budget if isinstance(section.budget, int) else 0
     served: dict[int, list[list[BankedLayer]]] = {}
-    for (filter_layer, _), numbers in _offloaded(roles, plain, offload).items():
+    devices = {number: device for number, device in plain.items() if number in keyed}
+    for (filter_layer, _), numbers in _offloaded(roles, devices, offload).items():
         members = _banked_layers(len(numbers), keep)
         served.setdefault(filter_layer, []).append(members)
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:
         if roles[number].is_filter:
-            layers[number] = FilterLayer(section.window, served.get(number, ()))
+            layers[number] = FilterLayer(number, section.window, served.get(number, ()))
     return layers
 
 

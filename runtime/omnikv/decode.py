@@ -21,7 +21,8 @@ import artifacts
 from kernels.decode import MAX_QUERIES, decode_attention
 from runtime.omnikv.bank import OffloadedTensor, fetched
 from runtime.omnikv.chunks import ChunkSelection
-from runtime.omnikv.select import Role, Selector, filter_cache
+from runtime.omnikv.select import Role, Selector
+from runtime.omnikv.session import FilterCache
 
 
 class _Step(threading.local):
@@ -59,6 +60,7 @@ class OmniKV(Selector):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        cache: FilterCache | None,
         *,
         starts: Tensor | None,
         scale: float | None,
@@ -67,6 +69,17 @@ class OmniKV(Selector):
         """Attention of one layer in a decode step: (B, H, Q, E).
 
         None if no filter layer has selected tokens in this step.
+
+        Args:
+            layer: its number.
+            role: its role.
+            q: queries.
+            k: keys.
+            v: values.
+            cache: that of a filter layer, None for any cache that is not of new_cache().
+            starts: see OmniKV.
+            scale: of the logits.
+            softcap: of the logits, or None.
         """
         tokens = None
         k_len = k.shape[2]
@@ -99,12 +112,11 @@ class OmniKV(Selector):
             backend=self.backend,
         )
         if result.scores is not None:
-            tokens = self.choose(self.of_all_heads(result.scores), q.shape[2], starts, k)
+            tokens = self.choose(self.of_all_heads(result.scores), q.shape[2], starts, cache)
             selected[layer] = k_len, tokens
             self.stats.add(layer, tokens)
-            cache = filter_cache(k)
             if cache is not None:
-                cache.chose(tokens, k_len - q.shape[2])
+                cache.fetch(tokens, k_len - q.shape[2])
         return result.out
 
     def attend_chunk(
@@ -159,14 +171,16 @@ class OmniKV(Selector):
             return None
         return selection.attend(q, k, v, backend=backend, **options)
 
-    def after_prefill(self, role: Role, q: Tensor, k: Tensor, **options: Any) -> None:
-        """Show a filter layer's selector the last queries of a prefill, each from its own position.
+    def after_prefill(self, cache: FilterCache, q: Tensor, k: Tensor, **options: Any) -> None:
+        """Add the scores of a prefill's last queries, each from its own position, to a cache.
 
         Args:
-            options: starts, scale and softcap, as attend has them.
+            cache: that of the filter layer.
+            q: queries.
+            k: keys.
+            options: starts, scale and softcap, as in attend.
         """
-        cache = filter_cache(k)
-        if self.section.selector == "last" or not role.is_filter or cache is None:
+        if self.section.selector == "last":
             return
         k_len = k.shape[2]
         last = min(self.section.window - 1, q.shape[2])

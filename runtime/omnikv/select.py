@@ -19,6 +19,7 @@ from torch import Tensor
 import artifacts
 from kernels.index import PAD
 from kernels.patterns.choose import best_places
+from runtime.omnikv.session import FilterCache
 
 # Weights of the selector "exponential" halve from a query to the one before it.
 _DECAY = 0.5
@@ -102,14 +103,17 @@ class Selector:
             return budget
         return max(1, ceil(budget * k_len))
 
-    def choose(self, scores: Tensor, q_len: int, starts: Tensor | None, keys: Tensor) -> Tensor:
+    def choose(
+        self, scores: Tensor, q_len: int, starts: Tensor | None, cache: FilterCache | None
+    ) -> Tensor:
         """Return tokens (B, C) int32, ascending and padded, for the layers of a filter layer.
 
         Args:
             scores: (B, K) of all heads, which are written to.
-            keys: as the layer's cache returned them. Sequence b starts at key starts[b].
+            q_len: queries of the step, the last tokens.
+            starts: (B,) first key of each sequence; None where all start at the first.
+            cache: the layer's cache; without one the last query selects alone.
         """
-        cache = filter_cache(keys)
         if self.section.selector != "last" and cache is not None:
             rows = cache.remember(scores)
             weights = torch.ones(rows.shape[1], device=rows.device, dtype=torch.float32)
@@ -174,11 +178,3 @@ def _best(
     scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
     best = best_places(scores[:, None], [width], [None], forced=0, ends=ends, counts=counts)
     return best[:, 0]
-
-
-def filter_cache(keys: Tensor) -> Any | None:
-    """Cache of the filter layer (FilterLayer) whose update() returned these keys, None if other."""
-    reference = getattr(keys, "headwise_cache", None)
-    if reference is None:
-        return None
-    return reference()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Cache
 
 import artifacts
 from artifacts import HeadwiseError
@@ -137,6 +138,30 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
             assert stats["kept"] == 3 * sum(kind != "other" for kind in kinds)
         else:
             assert stats["sparse"] > 0
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SINKS])
+def test_a_filter_layer_finds_its_cache_where_the_model_clones_its_keys(
+    family, build, artifact_for, ids, monkeypatch
+):
+    update = Cache.update
+    monkeypatch.setattr(
+        Cache,
+        "update",
+        lambda *args, **kwargs: tuple(states.clone() for states in update(*args, **kwargs)),
+    )
+    model = build(family)
+    first = full_layers(attention_layers(model))[0]
+    section = artifacts.OmniKV(
+        filter_layers=(first,), dense_layers=(), selector="uniform", window=4, budget=24
+    )
+    update_with = {"decode": artifacts.Decode(omnikv=section)}
+    artifact = artifact_for(model, dense=True).model_copy(update=update_with)
+    with LoadedArtifact(artifact).apply(model, backend="reference") as handle:
+        cache = handle.new_cache()
+        steps(model, ids(150), ids(2, seed=1), cache)
+    # The last three queries of the prompt, and two of decode.
+    assert cache.layers[first].history.shape == (1, 5, 152)
 
 
 @pytest.mark.parametrize(
