@@ -119,7 +119,7 @@ def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind
         layer: the layer's number.
         module: its attention, which is asked where the configuration has no types of layers.
     """
-    named = _layer_type(config, layer)
+    named = layer_type(config, layer)
     own = _config_of(config, layer)
     window = getattr(own, "sliding_window", None)
     if named is not None:
@@ -132,8 +132,8 @@ def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind
     return "full" if getattr(own, "attention_chunk_size", None) is None else "other"
 
 
-def _layer_type(config: Any, layer: int) -> str | None:
-    """Type of a layer by its configuration, None where that has no types of layers."""
+def layer_type(config: Any, layer: int) -> str | None:
+    """Return transformers' type of a layer, None if the configuration has no types of layers."""
     # Mllama has no types: these layers attend to images.
     if layer in (getattr(config, "cross_attention_layers", None) or ()):
         return "cross_attention"
@@ -167,7 +167,7 @@ def why_not_full(config: Any, layer: int, module: nn.Module | None = None) -> st
         return None
     if kind == "sliding":
         return SLIDES
-    return f"is of the type {_layer_type(config, layer) or 'chunked_attention'}"
+    return f"is of the type {layer_type(config, layer) or 'chunked_attention'}"
 
 
 def section_faults(artifact: Artifact, reasons: Mapping[int, str | None]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from kernels.call import AttentionCall
 from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
 from runtime.attention.layout import kernel_for
-from runtime.attention.state import Call, attempt, enough_queries
+from runtime.attention.state import Call, attempt, is_long
 from runtime.autocast import without_autocast
 
 
@@ -66,7 +66,8 @@ def _prefill(
     layer = call.layer
     settings = layer.settings
     plan = layer.plan
-    if plan is not None and _worth_sparse(q, k, settings.dense_below, plan.dense_tail):
+    lengths = q.shape[2], k.shape[2]
+    if plan is not None and is_long(*lengths, settings.dense_below, plan.dense_tail):
         kernel, no_kernel = kernel_for(settings.backend, q, k, v)
         if no_kernel is None:
             settings.check_length(k.shape[2])
@@ -92,12 +93,6 @@ def _by_patterns(
     index = plan.build(q, k, scale=options["scale"])
     out: Tensor = registry.run_by("attention", kernel, AttentionCall(q, k, v, index, **options))[0]
     return out
-
-
-def _worth_sparse(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:
-    """True for a chunk with enough queries and keys, as in a layer without a policy."""
-    k_len = k.shape[2]
-    return k_len >= dense_below and enough_queries(q.shape[2], k_len, dense_tail)
 
 
 def _why_not(call: Call, cache: Any) -> str | None:

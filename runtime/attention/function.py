@@ -17,7 +17,7 @@ from runtime.attention.dense import default_attention, faster
 from runtime.attention.evicting import attend_evicting
 from runtime.attention.layout import Sequence, kernel_of
 from runtime.attention.mask import context_of, headwise_mask, starts_of
-from runtime.attention.state import MIN_QUERIES, UNAPPLIED_LAYER, Call, attempt, layer_of
+from runtime.attention.state import MIN_QUERIES, UNAPPLIED_LAYER, Call, attempt, is_long, layer_of
 from runtime.autocast import in_one_dtype
 from runtime.lazy import LazyTensor, NewTokens
 from runtime.omnikv.bank import fetched
@@ -178,7 +178,6 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     if few is not None:
         return few
     layer = call.layer
-    plan = layer.plan
     context = call.context
     reason = no_kernel
     if call.window is not None or (context is not None and context.window is not None):
@@ -192,10 +191,6 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     if reason is not None:
         layer.settings.refuse(reason)
         return reason
-    # A kernel serves the call, so it has a context; dense_reason() checked that there is a plan.
-    assert context is not None and plan is not None
-    if not context.long(layer.settings.dense_below, plan.dense_tail):
-        return "short"
     return None
 
 
@@ -208,12 +203,12 @@ def dense_reason(call: Call) -> str | None:
         return "decode"
     if layer.plan is None:
         return "layer left alone"
-    below = layer.settings.dense_below
-    if q_len < layer.min_queries or call.k_shape[2] < below:
-        return "short"
-    if context is not None and context.longest < below:
-        return "short"
-    return None
+    lengths = layer.settings.dense_below, layer.plan.dense_tail
+    if context is None:
+        long = is_long(q_len, call.k_shape[2], *lengths)
+    else:
+        long = bool(context.long(*lengths))
+    return None if long else "short"
 
 
 def attend_chosen(call: Call) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import registry
 from kernels.call import Operands
 from kernels.ragged import Ragged
-from runtime.attention.state import Call, enough_queries
+from runtime.attention.state import Call, is_long
 
 NOT_CAUSAL = (
     "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
@@ -90,11 +90,6 @@ class Context:
         return True, firsts if any(firsts) else None
 
     @cached_property
-    def longest(self) -> int:
-        """Real tokens in the longest sequence, those of the cache included."""
-        return max((end - start for start, end in self.ranges or ()), default=0)
-
-    @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
         """The sequences that have queries in the call."""
         sequences = []
@@ -107,15 +102,14 @@ class Context:
         return tuple(sequences)
 
     def long(self, dense_below: int, dense_tail: int) -> tuple[Sequence, ...]:
-        """Return the sequences of at least `dense_below` keys that have enough queries."""
+        """Return the sequences that patterns serve: see is_long."""
         key = dense_below, dense_tail
         sequences: tuple[Sequence, ...] | None = self._cache.get(key)
         if sequences is None:
             sequences = tuple(
                 sequence
                 for sequence in self.sequences
-                if sequence.k_len >= dense_below
-                and enough_queries(sequence.q_len, sequence.k_len, dense_tail)
+                if is_long(sequence.q_len, sequence.k_len, dense_below, dense_tail)
             )
             self._cache[key] = sequences
         return sequences

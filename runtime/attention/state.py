@@ -45,10 +45,17 @@ _Served = TypeVar("_Served")
 _log = logging.getLogger("headwise")
 
 
-def enough_queries(q_len: int, k_len: int, dense_tail: int) -> bool:
-    """True where an index pays for the queries of a sequence, the last `q_len` of `k_len` keys."""
+def is_long(q_len: int, k_len: int, dense_below: int, dense_tail: int) -> bool:
+    """True if patterns serve a sequence: it has enough keys, and enough queries for an index.
+
+    Args:
+        q_len: its queries, the last of its keys.
+        k_len: its keys.
+        dense_below: shorter sequences are dense.
+        dense_tail: last queries that stay dense in any case.
+    """
     minimum = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
-    return q_len >= max(minimum, dense_tail + 1)
+    return k_len >= dense_below and q_len >= max(minimum, dense_tail + 1)
 
 
 class CallCounter:
@@ -147,13 +154,6 @@ class Layer:
     number: int
     plan: LayerPlan | None
     role: Role | None = None
-
-    @cached_property
-    def min_queries(self) -> int:
-        """Fewest queries of a sparse call: fewer would all be last queries, which stay dense."""
-        if self.plan is None:
-            return MIN_QUERIES
-        return max(MIN_QUERIES, self.plan.dense_tail + 1)
 
     @cached_property
     def planned_heads(self) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from artifacts import HeadwiseError
 from kernels.copies import on_device
 from runtime.caches.rehearsal import POSITIONS, keys_at_two_positions
+from runtime.layers import layer_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +173,7 @@ def _candidates(model: nn.Module, module: nn.Module) -> Iterator[Rotation]:
 
     One that takes a type of layer is a candidate with each, the layer's own first.
     """
-    own = _layer_type(module)
+    own = _type_of(module)
     kinds = [own, *dict.fromkeys(getattr(module.config, "layer_types", None) or ())]
     name = next(name for name, part in model.named_modules() if part is module)
     while True:
@@ -191,12 +192,10 @@ def _candidates(model: nn.Module, module: nn.Module) -> Iterator[Rotation]:
         name = name.rpartition(".")[0]
 
 
-def _layer_type(module: nn.Module) -> str | None:
-    kinds = getattr(module.config, "layer_types", None)
-    if kinds:
-        kind: str = kinds[module.layer_idx]
-        return kind
-    return getattr(module, "layer_type", None)
+def _type_of(module: nn.Module) -> str | None:
+    """Type of a layer as its rotary embedding takes it."""
+    number = cast(int, module.layer_idx)
+    return layer_type(module.config, number) or getattr(module, "layer_type", None)
 
 
 def _unfit(candidates: list[Rotation], module: nn.Module) -> str | None:
@@ -206,7 +205,7 @@ def _unfit(candidates: list[Rotation], module: nn.Module) -> str | None:
     for candidate in candidates:
         kind = getattr(candidate.rotary, "rope_type", "default")
         if isinstance(kind, dict):
-            kind = kind.get(_layer_type(module), "default")
+            kind = kind.get(_type_of(module), "default")
         if kind in _BY_LENGTH:
             return f"its rotary embedding of type {kind!r} changes with the length"
     return None

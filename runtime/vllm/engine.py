@@ -15,8 +15,8 @@ from kernels import registry
 from kernels.call import Operands
 from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
-from runtime.attention.state import enough_queries
-from runtime.layers import make_plans, slice_heads
+from runtime.attention.state import is_long
+from runtime.layers import SLIDES, make_plans, slice_heads
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import Chunk
 from runtime.vllm.check import engine_misfits, grouped, reasons_by_layer, summary, why_dense
@@ -156,9 +156,10 @@ class Engine:
 
     def is_sparse(self, chunk: Chunk) -> bool:
         """True for a prefill that patterns may serve: long enough, and beyond the dense tail."""
+        if self.dense is not None:
+            return False
         prefill = self.artifact.prefill
-        long = chunk.k_len >= prefill.dense_below and self.dense is None
-        return long and enough_queries(chunk.q_len, chunk.k_len, prefill.dense_tail)
+        return is_long(chunk.q_len, chunk.k_len, prefill.dense_below, prefill.dense_tail)
 
     def check_length(self, chunks: Iterable[Chunk]) -> None:
         """Log once if one of these sparse prefills is longer than the measured lengths."""
@@ -255,9 +256,9 @@ def why_unserved(module: Any) -> str | None:
     """Reason why an attention layer is not served here, for any artifact."""
     if str(getattr(module.attn_type, "value", module.attn_type)) != "decoder":
         return "no causal self-attention"
-    # vLLM also sets windows that the configuration does not name.
+    # By the configuration such a layer sees every token; vLLM sets this window.
     if module.sliding_window is not None:
-        return "it slides"
+        return f"it {SLIDES}"
     if module.impl.alibi_slopes is not None:
         return "it uses ALiBi"
     if module.head_size_v != module.head_size:

@@ -202,3 +202,16 @@ def test_heads_other_than_planned_are_dense(build, apply, warnings):
     )
     torch.testing.assert_close(found, expected.transpose(1, 2))
     assert len(warnings()) == 1 and "(2, 1)" in warnings()[0] and "(4, 2)" in warnings()[0]
+
+
+def test_a_short_chunk_under_a_mask_made_by_hand_is_short_and_not_warned_of(
+    build, apply, ids, warnings
+):
+    model = build()
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones(100, 300, dtype=torch.bool).tril(200)[None, None]
+    with apply(model) as handle:
+        model(ids(200), past_key_values=cache, use_cache=True)
+        model(ids(100, seed=1), past_key_values=cache, attention_mask=mask)
+        assert handle.stats() == {"sparse": 2, "dense": {"short": 2}}
+    assert warnings() == []
