@@ -76,7 +76,7 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
     Raises:
         HeadwiseError: not a transformers model; no layer of it goes through the attention
-            interface, or one that does chooses keys itself, so that no pattern can; two modules
+            interface, or one that does selects keys itself, so that no pattern can; two modules
             claim the same layer; the model is sharded.
     """
     from transformers import PreTrainedModel
@@ -117,7 +117,7 @@ def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind
     Args:
         config: the configuration.
         layer: the layer's number.
-        module: its attention, which is asked where the configuration has no types of layers.
+        module: its attention, which decides if the configuration has no types of layers.
     """
     named = layer_type(config, layer)
     own = _config_of(config, layer)
@@ -286,7 +286,7 @@ def _is_layer(module: nn.Module, config: Any) -> bool:
 
 
 def _asks_interface(cls: type[nn.Module]) -> bool:
-    """True where a class's own code asks transformers' attention interface."""
+    """True if a class's own code calls transformers' attention interface."""
     for base in cls.__mro__:
         for member in vars(base).values():
             if not callable(member):

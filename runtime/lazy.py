@@ -1,4 +1,4 @@
-"""Tensors without memory, in place of data that is elsewhere, gone, or made when read.
+"""Tensors without memory, in place of data that is elsewhere, dropped, or made when read.
 
 Shapes: B batch, G KV heads, Q new tokens, D head dim."""
 

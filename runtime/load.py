@@ -64,7 +64,7 @@ def _warn_once(line: str) -> None:
 
 
 class LoadedArtifact:
-    """An artifact that can be applied to the model it was made for, as often as wanted."""
+    """An artifact that can be applied to its model, any number of times."""
 
     def __init__(self, artifact: artifacts.Artifact) -> None:
         """Hold an artifact."""
@@ -140,8 +140,8 @@ class LoadedArtifact:
             model: the model whose cache it is; before the cache is used the artifact has to be
                 applied to it.
             offload: of a decode section: "packed" keeps keys and values of sparse layers in CPU
-                memory and fetches chosen tokens; "never" keeps all on the device; "auto" is packed
-                for layers on a GPU and never for others.
+                memory and fetches selected tokens; "never" keeps all on the device; "auto" is
+                "packed" for layers on a GPU and "never" for others.
 
         Raises:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers;

@@ -1,4 +1,4 @@
-"""The attention function registered with transformers: chooses a kernel for each call.
+"""The attention function registered with transformers: selects a kernel for each call.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -71,10 +71,10 @@ def headwise_attention(
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
         layer.settings.warn_once(NOT_OURS)
 
-    # A layer of the decode section: tokens chosen by a filter layer.
+    # A layer of the decode section: tokens selected by a filter layer.
     failure = None
     if layer.role is not None:
-        out = attempt(call, attend_chosen)
+        out = attempt(call, attend_selected)
         if isinstance(out, Tensor):
             return out.transpose(1, 2), None
         failure = out
@@ -90,13 +90,13 @@ def headwise_attention(
         return default_attention(call)
 
     # A prefill: patterns, else every key or a window by Headwise's kernel, else the model's own.
-    way, kernel, name = choose(call, failure)
+    way, kernel, name = select_path(call, failure)
     if way == "sparse":
         out = attempt(call, attend_sparse, kernel)
         if isinstance(out, Tensor):
             layer.count(name)
             return out, None
-        way, kernel, name = choose(call, out)
+        way, kernel, name = select_path(call, out)
     if way == "kernel":
         out = attempt(call, attend_by_kernel, kernel)
         if isinstance(out, Tensor):
@@ -117,11 +117,15 @@ def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ..
     return in_one_dtype(query, key, value)
 
 
-def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
-    """Way of a prefill ("sparse", "kernel" or "default"), its kernel, and its name in stats().
+def select_path(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
+    """Select how a prefill is served.
 
     Args:
+        call: the call.
         why_dense: the reason why it is not sparse, if that is already known.
+
+    Returns:
+        "sparse", "kernel" or "default"; the name of its kernel; its name in stats().
     """
     kernel, no_kernel = kernel_of(call)
     if why_dense is None:
@@ -195,7 +199,7 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
 
 
 def dense_reason(call: Call) -> str | None:
-    """Reason why a call is dense whatever its mask; None where it has to be sparse."""
+    """Return the reason why a call is dense with any mask; None if it has to be sparse."""
     layer = call.layer
     context = call.context
     q_len = call.q_shape[2]
@@ -211,8 +215,8 @@ def dense_reason(call: Call) -> str | None:
     return None if long else "short"
 
 
-def attend_chosen(call: Call) -> Tensor | None:
-    """(B, H, Q, E) over chosen tokens, of all or of a chunk's past; None where none are chosen."""
+def attend_selected(call: Call) -> Tensor | None:
+    """(B, H, Q, E) over selected tokens, of all or of a chunk's past; None if there are none."""
     query = call.query
     key = call.key
     value = call.value
@@ -348,7 +352,7 @@ def _attend_alone(call: Call, sequence: Sequence) -> Tensor:
     """(1, Q, H, E) of one sequence, densely by the faster way; its mask is not read."""
     assert call.context is not None
     alone = call.alone(sequence, call.context.alone(sequence))
-    way, kernel, _ = choose(alone, "short")
+    way, kernel, _ = select_path(alone, "short")
     if way == "kernel":
         # A few queries are served by the decode kernels.
         if sequence.q_len <= MAX_QUERIES:

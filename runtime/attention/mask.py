@@ -232,7 +232,7 @@ class _MaskRequest:
 
     Attributes:
         arguments: arguments of `dense`, the function that makes the mask.
-        gone: slots that a sliding-window layer has dropped; all others are counted from there.
+        offset: slots that a sliding-window layer has dropped; the others are counted from there.
     """
 
     def __init__(self, window: int | None, settings: Settings, arguments: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ class _MaskRequest:
             settings.model_attention
         ]
         self.batch = int(arguments["batch_size"])
-        self.gone = int(arguments["kv_offset"])
+        self.offset = int(arguments["kv_offset"])
         self.q_len = int(arguments["q_length"])
         self.k_len = int(arguments["kv_length"])
 
@@ -273,14 +273,14 @@ class _MaskRequest:
     def _prefill(self) -> Context | None:
         """Context of a prefill; None where slots are missing or sequences have holes."""
         end = self.start + self.q_len
-        if self.gone and self.window is None:
+        if self.offset and self.window is None:
             return None
-        if end > self.gone + self.k_len:
+        if end > self.offset + self.k_len:
             return None
-        ranges = self._ranges(self.gone, end)
+        ranges = self._ranges(self.offset, end)
         if ranges is None:
             return None
-        return Context(self.start - self.gone, self.q_len, self.k_len, ranges, window=self.window)
+        return Context(self.start - self.offset, self.q_len, self.k_len, ranges, window=self.window)
 
     def _step(self, mask: Tensor) -> Tensor:
         """The mask of dense attention, or a PrefillMask where the decode step reads its context."""
@@ -291,11 +291,11 @@ class _MaskRequest:
             return mask
         near = window is None or self.k_len <= window
         kernel = settings.dense_kernels and mask.device.type == "cpu" and near
-        chooses = settings.decode is not None and window is None
-        end = self.gone + self.k_len
-        if not (kernel or chooses) or self.start + 1 != end:
+        selects = settings.decode is not None and window is None
+        end = self.offset + self.k_len
+        if not (kernel or selects) or self.start + 1 != end:
             return mask
-        ranges = self._ranges(self.gone, end)
+        ranges = self._ranges(self.offset, end)
         if ranges is None:
             return mask
         return self._lazy(Context(self.k_len - 1, 1, self.k_len, ranges, window=window))
@@ -305,7 +305,7 @@ class _MaskRequest:
         start = self.start
         end = start + self.q_len
         fresh = self._ranges(start, end)
-        if self.gone or fresh is None:
+        if self.offset or fresh is None:
             return None
         ranges = None
         if self.window is None:

@@ -286,17 +286,17 @@ def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served
     if call.context is not None:
         # The kernel may serve no more.
         call.context.kernels.clear()
-    # Out here the error and all that its frames held are gone: dense attention has their memory.
+    # Outside the handler the error and its frames are freed: dense attention has their memory.
     return why
 
 
 def error_category(error: Exception) -> str | None:
-    """Name for an error of a kernel or of the memory it wanted; None for a caller's mistake.
+    """Return the category of an error of a kernel or an allocator; None for a caller's mistake.
 
-    Few names, however much messages differ: calls are counted and warned of by them.
+    Calls are counted, and warned of, by these few categories.
     """
     if isinstance(error.__cause__, CannotBuildError):
-        # Of a kernel that was asked for by its name.
+        # Of a kernel that was selected by its name.
         error = error.__cause__
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"

@@ -2,8 +2,8 @@
 
 Importing this imports transformers.
 
-Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim, E value dim, C chosen
-tokens.
+Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim, E value dim,
+C selected tokens.
 """
 
 from __future__ import annotations
@@ -244,5 +244,5 @@ class BankedLayer(GrowingLayer):
         if self._banked is None:
             super().batch_select_indices(indices)
         elif self.place == self.bank.leader:
-            # All layers of a filter layer share one bank, and each of them is asked.
+            # All layers of a filter layer share one bank: only the first selects in it.
             self.bank.select(indices, self._banked)

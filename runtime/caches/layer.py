@@ -70,7 +70,7 @@ class PolicyLayer(CacheLayerMixin):
 
     def __init__(self, groups: Sequence[KVHeads], *, sliding: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # The mask of sliding layers is asked for by this.
+        # transformers makes the mask of sliding layers by this.
         self.is_sliding = sliding
         self.groups = tuple(groups)
         # Each group's KV heads where they are needed: made once, for no step may wait for a device.
@@ -160,7 +160,7 @@ class PolicyLayer(CacheLayerMixin):
                 replace(batch, policies=tuple(policy.snapshot() for policy in batch.policies))
                 for batch in self._batches
             )
-            # Whoever repeats the call wants its tokens, not its output.
+            # A repeated call needs its tokens, not its output.
             again = replace(call, prefill=_no_prefill)
             self._draft = _Draft(again, spans, before, [list(runs) for runs in self._runs])
         return self._take(call, spans).to(q.dtype)

@@ -1,4 +1,4 @@
-"""Makes the cache that an artifact's decode and kv_cache sections ask for.
+"""Makes the cache for an artifact's decode and kv_cache sections.
 
 transformers is imported where it is used.
 """

@@ -113,7 +113,7 @@ def _failed(model: PreTrainedModel, error: Exception) -> Rehearsal:
     try:
         _forward(model, None)
     except Exception:
-        # The model wants more than tokens, or is not ready to be called.
+        # The model needs other inputs than tokens, or is not ready to be called.
         return Rehearsal(failure=f"a forward of a few tokens failed: {reason}")
     return Rehearsal(
         failure=f"{type(model).__name__} cannot be called with such a cache: {reason}", misfit=True

@@ -112,7 +112,7 @@ class OmniKV(Selector):
             backend=self.backend,
         )
         if result.scores is not None:
-            tokens = self.choose(self.of_all_heads(result.scores), q.shape[2], starts, cache)
+            tokens = self.select_tokens(self.of_all_heads(result.scores), q.shape[2], starts, cache)
             selected[layer] = k_len, tokens
             self.stats.add(layer, tokens)
             if cache is not None:

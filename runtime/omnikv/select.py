@@ -103,7 +103,7 @@ class Selector:
             return budget
         return max(1, ceil(budget * k_len))
 
-    def choose(
+    def select_tokens(
         self, scores: Tensor, q_len: int, starts: Tensor | None, cache: FilterCache | None
     ) -> Tensor:
         """Return tokens (B, C) int32, ascending and padded, for the layers of a filter layer.
@@ -128,7 +128,9 @@ class Selector:
         newest = torch.arange(k_len - q_len, k_len, device=scores.device)[None]
         return _best(scores, newest, max(self.count(k_len), q_len))
 
-    def choose_each(self, scores: Tensor, ends: Tensor, width: int, *, q_len: int = 1) -> Tensor:
+    def select_tokens_each(
+        self, scores: Tensor, ends: Tensor, width: int, *, q_len: int = 1
+    ) -> Tensor:
         """Tokens (B, C) int32, ascending and padded, by the scores of this step alone.
 
         For callers without a FilterLayer. Nothing is read on the host, and no shape depends on the

@@ -80,7 +80,7 @@ class SparseBuilder(_Parent):
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """Support of the parent, without graphs of steps that depend on the host.
 
-        Decode over every key can be replayed, and decode by chosen tokens where each request has
+        Decode over every key can be replayed, and decode by selected tokens where each request has
         one new token.
         """
         from vllm.v1.attention.backend import AttentionCGSupport as Support

@@ -102,7 +102,7 @@ class FilterDecode:
         for rows, part in group.parts(max(1, _SCORES // (4 * keys * heads))):
             scores = step.decode(part, scores="max")
             assert scores is not None
-            tokens = self.selector.choose_each(scores, part.ends, width, q_len=group.q_len)
+            tokens = self.selector.select_tokens_each(scores, part.ends, width, q_len=group.q_len)
             selection[rows] = tokens
         self._tokens[layer, group.q_len] = selection
 

@@ -32,7 +32,7 @@ class PagedPolicy(ABC):
     are in this process, and the most requests at a time.
     """
 
-    # Reason why no prefill goes by patterns, None where they may serve.
+    # Reason why no prefill uses patterns, None if patterns may serve.
     why_dense: ClassVar[str | None] = None
     # True if `attend` needs the lengths of prompts.
     asks_prompts: ClassVar[bool] = False

@@ -25,7 +25,7 @@ from runtime.omnikv.select import Selector
 from runtime.vllm.batch import KEY
 from runtime.vllm.counters import Counters
 from runtime.vllm.filters import FilterDecode
-from runtime.vllm.step import store
+from runtime.vllm.step import write_kv
 from tests.runtime.vllm.conftest import (
     CLOSE,
     PAGE,
@@ -115,7 +115,7 @@ class Buffers:
         for cache, requests in zip(self.caches, self.keys, strict=True):
             for row, (k, v) in zip(self.table, requests, strict=True):
                 slots = slots_of(row, torch.arange(len(k)))
-                (store if self._engine.ours else interleaved)(cache, k, v, slots)
+                (write_kv if self._engine.ours else interleaved)(cache, k, v, slots)
 
     def common(self) -> Common:
         """The metadata of a step, as vLLM makes it."""
