@@ -205,8 +205,9 @@ def test_heads_other_than_planned_are_dense(build, apply, warnings):
 
 
 def test_a_short_chunk_under_a_mask_made_by_hand_is_short_and_not_warned_of(
-    build, apply, ids, warnings
+    build, apply, ids, warnings, monkeypatch
 ):
+    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
     model = build()
     cache = DynamicCache(config=model.config)
     mask = torch.ones(100, 300, dtype=torch.bool).tril(200)[None, None]

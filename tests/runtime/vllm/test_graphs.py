@@ -215,7 +215,7 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine, section):
         metadata = engine.builder.build(0, common)
         buffers.forward(metadata)
     buffers.check(section, lengths)
-    assert getattr(metadata, KEY).chosen[0].k_len == 512 + 3
+    assert getattr(metadata, KEY).decodes[0].k_len == 512 + 3
     # The host counts by its bounds.
     read = [count(section, length + 3) for length in lengths]
     read = [tokens for tokens, length in zip(read, lengths, strict=True) if tokens < length + 3]
