@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("file", type=Path, metavar="ARTIFACT", help="artifact, such as cfg.yaml")
     p.add_argument(
-        "--model", required=True, help="the model as vLLM is given it: a folder or a name"
+        "--model", required=True, help="the model, as passed to vLLM: a folder or a name"
     )
     # The token that is generated takes the last of 8,192 positions.
     p.add_argument("--length", type=int, default=8191, help="tokens of a prompt (default 8191)")

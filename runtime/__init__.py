@@ -11,13 +11,13 @@ Importing this package and loading an artifact import neither torch nor transfor
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.load import Headwise, load
+from runtime.load import LoadedArtifact, load
 
 if TYPE_CHECKING:
     from runtime.apply import Handle, apply_dense, undo
     from runtime.memory import memory_report
 
-__all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report", "undo"]
+__all__ = ["Handle", "LoadedArtifact", "apply_dense", "load", "memory_report", "undo"]
 
 # These import torch.
 _LATER = {

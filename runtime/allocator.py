@@ -1,8 +1,9 @@
 """Memory of long prompts on a CPU with few page faults.
 
-glibc gives blocks of more than 32 MiB back to the system when they are freed, and fetches the next
-ones page by page. An activation of a long prompt is larger: each one was mapped, zeroed and
-unmapped anew, which above 16K tokens was most of a prefill."""
+glibc returns a block of more than 32 MiB to the system when it is freed, and maps the next one page
+by page. Activations of long prompts are larger: mapping, zeroing and unmapping them took most of a
+prefill above 16K tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ _MADV_HUGEPAGE = 14
 
 @cache
 def keep_freed_memory() -> bool:
-    """Keep freed memory in this process, by glibc's malloc; True where that was set.
+    """Make glibc's malloc keep freed memory in this process; True if that was set.
 
-    Nothing is taken from mmap and nothing given back, so the process holds the most that it ever
-    needed. Another C library, another malloc (jemalloc, tcmalloc) and the user's own settings (any
-    MALLOC_* or GLIBC_TUNABLES in the environment) are left alone."""
+    malloc then uses no mmap and never trims, so the process keeps its peak memory. Nothing is
+    changed with another C library, another malloc (jemalloc, tcmalloc), or settings of the user
+    (any MALLOC_* or GLIBC_TUNABLES in the environment).
+    """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ):
         return False
@@ -46,16 +48,16 @@ def keep_freed_memory() -> bool:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask for pages of 2 MiB for a tensor on a CPU that nothing was written to yet.
+    """Request pages of 2 MiB for a CPU tensor that has not been written to yet.
 
-    Sixteen thousand tokens of a cache are a hundred thousand pages of 4 KiB, each a fault when it
-    is first written."""
+    A cache of 16,000 tokens has about 100,000 pages of 4 KiB, each a fault at its first write.
+    """
     library = _library()
     if library is None or not tensor.is_cpu or tensor.nbytes < 2 * _HUGE:
         return tensor
     begin = -(-tensor.data_ptr() // _HUGE) * _HUGE
     length = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE - begin
-    # Advice only: where it is not taken, pages are small.
+    # Advice only: without it pages are small.
     library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return tensor
 

@@ -1,4 +1,4 @@
-"""Apply an artifact, or dense attention, to a transformers model, and take it off again."""
+"""Apply an artifact, or dense attention, to a transformers model, and undo it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from kernels.patterns import LayerPlan
 from kernels.registry import BACKENDS
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
-from runtime.attention.state import Calls, Layer, Settings, forget, layer_of, remember, settings_of
+from runtime.attention.state import (
+    CallCounter,
+    Layer,
+    Settings,
+    forget,
+    layer_of,
+    remember,
+    settings_of,
+)
 from runtime.caches.make import check_cache_layers, make_cache
 from runtime.caches.rehearsal import rehearse, rehearsed
 from runtime.fingerprint import check
@@ -24,7 +32,7 @@ from runtime.layers import (
     attention_layers,
     check_sections,
     full_layers,
-    layer_plans,
+    make_plans,
     text_config,
 )
 from runtime.memory import CacheBytes, cache_bytes
@@ -34,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
-# Models are applied to and undone one at a time: each reads what the other changes.
+# Serializes apply and undo, which read and write the same state.
 _changing = threading.RLock()
 # Names under which calls are counted, and what stats() calls them; all others are reasons for dense
 # attention.
@@ -56,16 +64,16 @@ def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
         HeadwiseError: the model cannot be served or has something applied already; `by` is
             unknown.
     """
-    known = ("auto", "kernel", "model")
-    if by not in known:
-        raise HeadwiseError(f"by must be one of {', '.join(known)}, got {by!r}")
+    names = ("auto", "kernel", "model")
+    if by not in names:
+        raise HeadwiseError(f"by must be one of {', '.join(names)}, got {by!r}")
     return attach(model, Settings(dense_below=sys.maxsize, dense_by=by))
 
 
 def undo(model: nn.Module) -> None:
-    """Take off what is applied to a model, an artifact or apply_dense, and restore its attention.
+    """Remove an applied artifact, or apply_dense, from a model and restore its attention.
 
-    Its handle is not needed. Does nothing to a model to which nothing is applied.
+    The handle is not needed. A model to which nothing is applied stays unchanged.
 
     Raises:
         HeadwiseError: not a model.
@@ -86,20 +94,19 @@ def attach(
     *,
     check_weights: bool = True,
 ) -> Handle:
-    """Check the model, plan every layer once, and switch the model over. See Headwise.apply.
+    """Check the model, plan every layer once, and switch the model over. See LoadedArtifact.apply.
 
     Args:
-        settings: what the user asked for; the handle's also have what depends on the model.
+        settings: the user's options; the handle's also have the fields that depend on the model.
     """
     known = [name for name, backend in BACKENDS.items() if "attention" in backend.ops]
     if settings.backend not in ("auto", *known):
-        raise HeadwiseError(
-            f"unknown backend {settings.backend!r}; known: auto, {', '.join(known)}"
-        )
+        names = ", ".join(known)
+        raise HeadwiseError(f"backend must be one of auto, {names}, got {settings.backend!r}")
     with _changing:
         layers, settings = _plan(model, settings, artifact, check_weights)
         if settings.evicts and rehearsed(model) is None:
-            own = replace(settings, calls=Calls(), warned=set())
+            own = replace(settings, calls=CallCounter(), warned=set())
             apart = {module: replace(layer, settings=own) for module, layer in layers.items()}
             with Handle(artifact, model, apart, own):
                 rehearse(model)
@@ -112,7 +119,7 @@ def _plan(
     artifact: Artifact | None,
     check_weights: bool,
 ) -> tuple[dict[nn.Module, Layer], Settings]:
-    """State of each attention module, and the settings with what depends on the model."""
+    """Return the state of each attention module, and the settings for this model."""
     modules = _attention_layers(model)
     eager = text_config(model)._attn_implementation == "eager"
     dense_by = settings.dense_by
@@ -129,10 +136,10 @@ def _plan(
             omnikv = artifact.decode.omnikv
             decode = OmniKV(omnikv, full_layers(modules), backend=settings.backend)
         if eager and model._supports_sdpa:
-            # sdpa could serve this model, so eager was asked for: dense calls keep it. apply_dense
-            # names its kernel itself.
+            # The model supports sdpa, so the user chose eager: dense calls keep it. apply_dense
+            # names its kernel.
             dense_by = "model"
-        plans = layer_plans(artifact)
+        plans = make_plans(artifact)
     roles = {} if decode is None else decode.roles
     settings = replace(
         settings,
@@ -171,7 +178,7 @@ class Handle:
         register()
         former = _implementations(config)
         with ExitStack() as failed:
-            # Where one of these fails the model is as it was.
+            # If one of these fails, the model is left unchanged.
             failed.callback(forget, settings, layers)
             whole = (model.config, _implementations(model.config))
             remember(config, layers, settings, former=(whole, (config, former)))
@@ -182,7 +189,7 @@ class Handle:
 
     @property
     def _applied_to(self) -> PreTrainedModel | None:
-        """The model; None once this application was undone, by headwise.undo(model) too."""
+        """The model; None after this application was undone, also by headwise.undo(model)."""
         model = self._model
         if model is None or settings_of(text_config(model)) is not self.settings:
             return None
@@ -214,7 +221,7 @@ class Handle:
         self.undo()
 
     def new_cache(self, *, offload: str = "auto") -> Cache:
-        """Make an empty cache for one generation: see Headwise.new_cache."""
+        """Make an empty cache for one generation: see LoadedArtifact.new_cache."""
         model = self._applied_to
         if model is None:
             raise HeadwiseError("this artifact is no longer applied: it was undone")
@@ -227,11 +234,12 @@ class Handle:
     def stats(self) -> dict[str, Any]:
         """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}.
 
-        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a
-        decode section "decode" are steps by chosen tokens and "tokens" how many a KV head of a
-        sparse layer read in one, on average; with a kv_cache section "kept" are calls served from a
-        cache under policies. A kept call that also builds indexes counts under "sparse" for each of
-        them."""
+        "sparse" counts prefills by the patterns or, with prefill_ratio, by selected tokens. With a
+        decode section, "decode" counts steps by selected tokens, and "tokens" is the mean number
+        of tokens that a KV head of a sparse layer read in a step. With a kv_cache section, "kept"
+        counts calls served from a cache under policies; each index that such a call builds also
+        counts under "sparse".
+        """
         artifact = self._artifact
         counts = self.settings.calls.total()
         sections = {
@@ -255,9 +263,9 @@ class _Name(str):
     former: str
 
     def __new__(cls, name: str, former: str) -> _Name:
-        made = super().__new__(cls, name)
-        made.former = former
-        return made
+        instance = super().__new__(cls, name)
+        instance.former = former
+        return instance
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         return self.former
@@ -276,29 +284,29 @@ def _attention_layers(model: nn.Module) -> dict[int, nn.Module]:
         if attention != ATTENTION_NAME:
             ended = f", which set_attn_implementation({attention!r}) has ended"
         raise HeadwiseError(
-            f"this {name} has an artifact or apply_dense applied already{ended}: "
-            f"headwise.undo(model) takes it off"
+            f"this {name} already has an artifact or apply_dense applied{ended}: "
+            f"headwise.undo(model) removes it"
         )
     if settings_of(text_config(model)) is not None:
         raise HeadwiseError(
             f"this {name} shares its configuration object with a model that has an artifact "
-            f"applied: give it a copy"
+            f"applied: build it from a copy"
         )
     return modules
 
 
 def _is_sparse(layer: Layer) -> bool:
-    """True where a head of the layer has another pattern than dense."""
+    """True if a head of the layer has a pattern other than dense."""
     if layer.plan is None:
         return False
     return any(pattern.kind != "dense" for pattern in layer.plan.patterns)
 
 
 def _implementations(config: Any) -> dict[str, Any]:
-    """Values for _attn_implementation: the configuration's own, by name those nested in it."""
-    made = {"": config._attn_implementation}
+    """Values for _attn_implementation: of the configuration, and by name of those nested in it."""
+    values = {"": config._attn_implementation}
     for name in config.sub_configs:
         nested = getattr(config, name, None)
         if nested is not None:
-            made[name] = _implementations(nested)
-    return made
+            values[name] = _implementations(nested)
+    return values

@@ -23,8 +23,8 @@ def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors to the dtype in which attention computes; those that have it stay as they are.
 
     Under autocast it is autocast's, as in torch's scaled_dot_product_attention, which also leaves
-    float64 alone. Otherwise it is the smallest of the tensors': what a rotation has widened
-    returns to the dtype of the model's weights, as in transformers' flash attention.
+    float64 alone. Otherwise it is the smallest dtype of the tensors: queries and keys that a
+    rotation has widened return to the dtype of the weights, as in transformers' flash attention.
     """
     first = tensors[0]
     dtype = first.dtype

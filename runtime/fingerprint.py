@@ -7,11 +7,12 @@ positions makes no other model.
 
 weights_sha256 covers every parameter's name and shape and SAMPLES of its elements, evenly strided:
 its time does not grow with the size of the weights. Elements are rounded to bfloat16 and magnitudes
-under 2**-14 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash
-however it is loaded. A float32 checkpoint gives one for float32 and bfloat16, and may give another
-as float16, which rounds twice. Tied weights count once. Only plain floating-point tensors are
-hashed, on any devices and also where accelerate has moved them out. Of a model that is quantized or
-has adapters only the configuration can be compared, with check_weights=False."""
+under 2**-14 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint has the same
+hash in any dtype it is loaded in. A float32 checkpoint has the same hash in float32 and bfloat16,
+and may have another as float16, which rounds twice. Tied weights count once. Only plain
+floating-point tensors are hashed, on any devices and also if accelerate offloads them. Of a model
+that is quantized or has adapters only the configuration can be compared, with check_weights=False.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ _CONFIG_FIELDS = (
     "num_experts_per_tok",
     "moe_intermediate_size",
 )
-# The fields that tell two models apart, from what a person recognises first to the hashes. Not the
-# name, that a person gives, nor max_positions, that may have been stretched.
+# The compared fields, from the most recognizable one to the hashes. Not the name, which is free,
+# nor max_positions, which may have been stretched.
 _COMPARED = (
     "architecture",
     "num_layers",

@@ -1,7 +1,8 @@
 """Layers of a model that go through transformers' attention interface, and the plans of each.
 
-Layers are found without a table of model names. Where a model, or a section of an artifact on it,
-cannot be served, the message names the cause, read off the model's code."""
+No table of model names is needed. If a model, or a section of an artifact on it, cannot be served,
+the message names the cause, read from the model's code.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 
 _INTERFACE = "transformers' attention interface"
 
-# What a layer's queries see: every earlier token, those of a sliding window, or something else
-# (chunks, a choice of the layer's own, nothing at all), which patterns, filters and policies leave
-# alone.
+# The tokens that a layer's queries see: all earlier ones, those of a sliding window, or others
+# (chunks, the layer's own selection, none), which patterns, filters and policies leave alone.
 Kind = Literal["full", "sliding", "other"]
 # Of transformers' types of layers. A hybrid layer has attention and a recurrent state; "attention"
 # is the former name of full_attention.
@@ -76,7 +76,7 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
     Raises:
         HeadwiseError: not a transformers model; no layer of it goes through the attention
-            interface, or one that does chooses keys itself, so that no pattern can; two modules
+            interface, or one that does selects keys itself, so that no pattern can; two modules
             claim the same layer; the model is sharded.
     """
     from transformers import PreTrainedModel
@@ -100,11 +100,10 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
         if layer in layers:
             raise HeadwiseError(f"{kind} has two attentions in layer {layer}, one is {name}")
         if isinstance(indexer := getattr(module, "indexer", None), nn.Module):
-            # What it chose comes as an argument that sdpa ignores: not even the dense way would be
-            # right.
+            # Its selection is an argument that sdpa ignores, so dense attention is wrong, too.
             raise HeadwiseError(
-                f"{kind} chooses the keys of each query itself ({type(indexer).__name__}): "
-                "no other choice can be put in its place"
+                f"{kind} selects the keys of each query itself ({type(indexer).__name__}): "
+                "patterns cannot replace its selection"
             )
         layers[layer] = module
     if not layers:
@@ -118,9 +117,9 @@ def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind
     Args:
         config: the configuration.
         layer: the layer's number.
-        module: its attention, which is asked where the configuration has no types of layers.
+        module: its attention, which decides if the configuration has no types of layers.
     """
-    named = _layer_type(config, layer)
+    named = layer_type(config, layer)
     own = _config_of(config, layer)
     window = getattr(own, "sliding_window", None)
     if named is not None:
@@ -133,8 +132,8 @@ def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind
     return "full" if getattr(own, "attention_chunk_size", None) is None else "other"
 
 
-def _layer_type(config: Any, layer: int) -> str | None:
-    """Type of a layer by its configuration, None where that has no types of layers."""
+def layer_type(config: Any, layer: int) -> str | None:
+    """Return transformers' type of a layer, None if the configuration has no types of layers."""
     # Mllama has no types: these layers attend to images.
     if layer in (getattr(config, "cross_attention_layers", None) or ()):
         return "cross_attention"
@@ -168,7 +167,7 @@ def why_not_full(config: Any, layer: int, module: nn.Module | None = None) -> st
         return None
     if kind == "sliding":
         return SLIDES
-    return f"is of the type {_layer_type(config, layer) or 'chunked_attention'}"
+    return f"is of the type {layer_type(config, layer) or 'chunked_attention'}"
 
 
 def section_faults(artifact: Artifact, reasons: Mapping[int, str | None]) -> Iterator[str]:
@@ -178,11 +177,11 @@ def section_faults(artifact: Artifact, reasons: Mapping[int, str | None]) -> Ite
         artifact: artifact whose sections are checked.
         reasons: why layers of the model do not see every token, by why_not_full.
     """
-    others = {layer: why for layer, why in reasons.items() if why not in (None, SLIDES)}
+    refused = {layer: why for layer, why in reasons.items() if why not in (None, SLIDES)}
     for layer, row in enumerate(artifact.prefill.layers):
         # A layer that slides is served without its patterns: see docs/served.md.
-        if row is not None and layer in others:
-            yield f"prefill.layers[{layer}] must be null: the layer {others[layer]}"
+        if row is not None and layer in refused:
+            yield f"prefill.layers[{layer}] must be null: the layer {refused[layer]}"
     if artifact.kv_cache is not None:
         for layer, names in enumerate(artifact.kv_cache.layers):
             why = reasons.get(layer)
@@ -203,15 +202,16 @@ def section_faults(artifact: Artifact, reasons: Mapping[int, str | None]) -> Ite
             if (why := reasons.get(layer)) is not None:
                 yield f"filter layer {layer} {why}: decode can filter in the layers {ranges(full)}"
         for layer in omnikv.dense_layers:
-            if layer in others:
-                yield f"decode.omnikv.dense_layers must not name {layer}: it {others[layer]}"
+            if layer in refused:
+                yield f"decode.omnikv.dense_layers must not name {layer}: it {refused[layer]}"
 
 
 def window_of(module: nn.Module) -> int:
-    """Most tokens that a layer sees which slides or attends within chunks, the newest included.
+    """Most tokens that a sliding or chunked layer sees, the newest included.
 
     Raises:
-        HeadwiseError: it does not say so."""
+        HeadwiseError: the configuration has no window.
+    """
     layer: Any = module.layer_idx
     config = _config_of(module.config, layer)
     for holder, name in (
@@ -222,7 +222,9 @@ def window_of(module: nn.Module) -> int:
         window = getattr(holder, name, None)
         if isinstance(window, int):
             return window
-    raise HeadwiseError(f"{type(module).__name__} does not say over which window it slides")
+    raise HeadwiseError(
+        f"{type(module).__name__} slides, but its configuration has no sliding_window"
+    )
 
 
 def _config_of(config: Any, layer: int) -> Any:
@@ -256,14 +258,11 @@ def check_section(section: str, modules: Mapping[int, nn.Module]) -> None:
         why = None
         if getattr(module, "sinks", None) is not None:
             # Learned logits that take part in the softmax and have no value (GPT-OSS).
-            why = "has attention sinks of its own"
+            why = "has learned attention sinks"
         elif getattr(module, "is_kv_shared_layer", False):
             why = "reads the keys and values of another layer"
         elif section == "kv_cache" and caches_latents(module):
-            why = (
-                "caches what it makes keys and values of (multi-head latent attention), for all "
-                "heads together"
-            )
+            why = "caches latents, not keys and values (multi-head latent attention)"
         if why is not None:
             raise HeadwiseError(
                 f"layer {number} ({type(module).__name__}) {why}: the {section} section cannot "
@@ -287,7 +286,7 @@ def _is_layer(module: nn.Module, config: Any) -> bool:
 
 
 def _asks_interface(cls: type[nn.Module]) -> bool:
-    """True where a class's own code asks transformers' attention interface."""
+    """True if a class's own code calls transformers' attention interface."""
     for base in cls.__mro__:
         for member in vars(base).values():
             if not callable(member):
@@ -313,8 +312,8 @@ def _why_none(model: Any, config: Any) -> str:
         return f"is not causal: no query of {min(asking)} is kept from later keys"
     own = min(attentions, key=lambda cls: (len(cls.__name__), cls.__name__))
     if _has_alibi(own, config):
-        return f"adds ALiBi inside its own attention ({own.__name__}) and never asks {_INTERFACE}"
-    return f"computes attention by itself ({own.__name__}) and never asks {_INTERFACE}"
+        return f"adds ALiBi inside its own attention ({own.__name__}) and never calls {_INTERFACE}"
+    return f"computes its own attention ({own.__name__}) and never calls {_INTERFACE}"
 
 
 def _has_alibi(cls: type[nn.Module], config: Any) -> bool:
@@ -325,7 +324,7 @@ def _has_alibi(cls: type[nn.Module], config: Any) -> bool:
     )
 
 
-def layer_plans(artifact: Artifact) -> dict[int, LayerPlan]:
+def make_plans(artifact: Artifact) -> dict[int, LayerPlan]:
     """Plans by layer, each for all of its heads; layers left alone have none."""
     patterns = {name: make(**record.model_dump()) for name, record in artifact.patterns.items()}
     prefill = artifact.prefill
@@ -342,7 +341,7 @@ def layer_plans(artifact: Artifact) -> dict[int, LayerPlan]:
     }
 
 
-def part_of(plan: LayerPlan | None, heads: slice, num_kv_heads: int) -> LayerPlan | None:
+def slice_heads(plan: LayerPlan | None, heads: slice, num_kv_heads: int) -> LayerPlan | None:
     """Plan of the query heads of one process, which read `num_kv_heads` KV heads there."""
     if plan is None:
         return None

@@ -26,7 +26,7 @@ def load(
     *,
     point: str | None = None,
     verify: str | PathLike[str] | None = None,
-) -> Headwise:
+) -> LoadedArtifact:
     """Load an artifact; with `point`, at a point of its front.
 
     Warns once if no gate has proven its patterns.
@@ -55,7 +55,7 @@ def load(
         artifact = artifacts.at_point(artifact, pair.arrays, point)
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
-    return Headwise(artifact)
+    return LoadedArtifact(artifact)
 
 
 @cache
@@ -63,8 +63,8 @@ def _warn_once(line: str) -> None:
     _log.warning("%s", line)
 
 
-class Headwise:
-    """An artifact that can be applied to the model it was made for, as often as wanted."""
+class LoadedArtifact:
+    """An artifact that can be applied to its model, any number of times."""
 
     def __init__(self, artifact: artifacts.Artifact) -> None:
         """Hold an artifact."""
@@ -140,8 +140,8 @@ class Headwise:
             model: the model whose cache it is; before the cache is used the artifact has to be
                 applied to it.
             offload: of a decode section: "packed" keeps keys and values of sparse layers in CPU
-                memory and fetches chosen tokens; "never" keeps all on the device; "auto" is packed
-                for layers on a GPU and never for others.
+                memory and fetches selected tokens; "never" keeps all on the device; "auto" is
+                "packed" for layers on a GPU and "never" for others.
 
         Raises:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers;

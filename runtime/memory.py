@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transformers import Cache
     from transformers.cache_utils import CacheLayerMixin
 
-# Where a new cache keeps keys and values that are not chosen.
+# Where a new cache keeps the keys and values of sparse layers.
 OFFLOADS = ("auto", "never", "packed")
 
 
@@ -19,7 +19,7 @@ class LayerMemory(NamedTuple):
     Attributes:
         device: bytes on the device.
         seen: slots, padding included.
-        kept: tokens kept, the most of any head.
+        kept: cached tokens, the most of any head.
         mean_kept: the mean. A layer in a context bank keeps all tokens there; its bytes are in the
             report's totals only.
     """
@@ -47,9 +47,10 @@ class CacheBytes(NamedTuple):
 
 
 def cache_bytes(cache: Cache) -> CacheBytes:
-    """Count the bytes of any cache of transformers, as the allocator gave them out.
+    """Count the bytes allocated by any cache of transformers.
 
-    Headroom for new tokens is included."""
+    Headroom for new tokens is included.
+    """
     banks = {
         id(bank): bank
         for layer in cache.layers
@@ -60,9 +61,10 @@ def cache_bytes(cache: Cache) -> CacheBytes:
 
 
 def memory_report(cache: Cache) -> MemoryReport:
-    """Report the memory of any cache of transformers, by layer and in all.
+    """Report the memory of any cache of transformers, by layer and in total.
 
-    Headroom for new tokens is included in bytes, padding in slots seen."""
+    Headroom for new tokens is included in bytes, padding in slots seen.
+    """
     layers = []
     for number, layer in enumerate(cache.layers):
         seen = int(layer.get_seq_length())
@@ -72,17 +74,17 @@ def memory_report(cache: Cache) -> MemoryReport:
 
 
 def _kept(layer: CacheLayerMixin, seen: int) -> tuple[int, float]:
-    """Tokens that a layer keeps: the most of any head, and the mean."""
+    """Tokens that a layer caches: the most of any head, and the mean."""
     policies = getattr(layer, "policies", None)
     if policies is not None:
         return max((max(policy.kept) for policy in policies), default=0), layer.mean_kept
     keys = getattr(layer, "keys", None)
-    kept = 0
+    count = 0
     if keys is not None and keys.numel():
-        kept = keys.shape[-2]
+        count = keys.shape[-2]
     elif hasattr(layer, "bank"):
-        kept = seen
-    return kept, float(kept)
+        count = seen
+    return count, float(count)
 
 
 def _held(*layers: CacheLayerMixin) -> int:

@@ -36,7 +36,7 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
-from runtime.layers import layer_plans
+from runtime.layers import make_plans
 from search.model.evidence import HELD_OUT, prompt_set
 from search.model.limits import Limits
 from search.model.prompts import held_out_prompts
@@ -189,7 +189,7 @@ def plans_of(artifact: Artifact, length: int) -> dict[int, LayerPlan]:
     """The layer plans that an artifact serves a prompt of this length with."""
     if length < artifact.prefill.dense_below:
         return {}
-    return layer_plans(artifact)
+    return make_plans(artifact)
 
 
 def _length(config: GateConfig, artifact: Artifact) -> int:

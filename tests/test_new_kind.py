@@ -106,7 +106,7 @@ from artifacts.page.artifact import render
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.pictures.patterns import figure
-from runtime.layers import layer_plans
+from runtime.layers import make_plans
 from search.model.candidates import candidate_grid
 from search.model.rows import as_artifact_pattern
 from tests.artifacts.conftest import build
@@ -137,7 +137,7 @@ row = ("band_3",) * 4
 prefill = artifacts.Prefill(dense_below=0, layers=(row, None, row))
 artifacts.save(build(patterns={"band_3": record}, prefill=prefill), here / "cfg.yaml")
 loaded, arrays = artifacts.load_pair(here / "cfg.yaml")
-assert torch.equal(layer_plans(loaded)[0].build(q, k).to_mask(), index.to_mask())
+assert torch.equal(make_plans(loaded)[0].build(q, k).to_mask(), index.to_mask())
 
 # The page and the map.
 page = render(loaded, file="cfg.yaml", arrays=arrays, sidecar="none")

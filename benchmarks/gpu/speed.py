@@ -17,7 +17,7 @@ from profiling.speed.attention_speed import measure, paper_patterns, patterns_fo
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
 from profiling.speed.config import Size
 from profiling.speed.latency import in_turn, interleaved, medians, prefill
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 
 # Shapes of Llama 3.2 1B and Llama 3.1 8B.
@@ -215,7 +215,7 @@ def _prefills(
         ).eval()
     rows = []
     for length in sizes.prefill_lengths:
-        headwise = Headwise(_artifact(made, length))
+        headwise = LoadedArtifact(_artifact(made, length))
         contexts = {
             MODEL: lambda: dense(made, MODEL),
             KERNEL: lambda: dense(made, KERNEL),

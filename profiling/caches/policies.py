@@ -19,7 +19,7 @@ from artifacts.schema.kv_cache import Policy
 from artifacts.schema.validation import explain
 from profiling.caches.parsing import SINKS
 from profiling.models.loading import LoadedModel
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.caches.policy import Step
 from runtime.caches.snapkv import SnapKV
 from runtime.fingerprint import fingerprint
@@ -28,7 +28,7 @@ from runtime.layers import attention_layers, full_layers, text_config
 _NAME = "policy"
 
 
-def with_policy(loaded: LoadedModel, policy: Policy | None) -> Headwise:
+def with_policy(loaded: LoadedModel, policy: Policy | None) -> LoadedArtifact:
     """Dense prefill, and one policy for all layers but sliding-window layers.
 
     Args:
@@ -48,7 +48,7 @@ def with_policy(loaded: LoadedModel, policy: Policy | None) -> Headwise:
     return with_section(loaded, KVCache(policies={_NAME: policy}, layers=rows))
 
 
-def with_section(loaded: LoadedModel, section: KVCache | None) -> Headwise:
+def with_section(loaded: LoadedModel, section: KVCache | None) -> LoadedArtifact:
     """Dense prefill with a kv_cache section, as if an artifact with it had been loaded.
 
     Raises:
@@ -58,7 +58,7 @@ def with_section(loaded: LoadedModel, section: KVCache | None) -> Headwise:
     # Layers without patterns are left alone: dense.
     prefill = Prefill(dense_below=0, layers=(None,) * model.num_layers)
     try:
-        return Headwise(
+        return LoadedArtifact(
             Artifact(model=model, search=None, patterns={}, prefill=prefill, kv_cache=section)
         )
     except ValidationError as error:

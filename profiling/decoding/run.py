@@ -30,7 +30,7 @@ from profiling.quality.answers import answers, is_right
 from profiling.quality.forced_decode import Begun, begin, dense_losses, forced_losses
 from profiling.quality.method import Method, of_policy
 from profiling.speed.baselines import KERNEL, MODEL, dense, of_rounds
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime import load as load_headwise
 from runtime.caches.make import make_cache
 from runtime.fingerprint import fingerprint
@@ -100,7 +100,7 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     return rows, {**_record(config, artifact, rows, timed), "seen_by_search": overlaps}
 
 
-def _artifact(config: Comparison) -> Headwise | None:
+def _artifact(config: Comparison) -> LoadedArtifact | None:
     """Load the artifact."""
     if config.config is None:
         return None

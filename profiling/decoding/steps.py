@@ -16,14 +16,14 @@ from profiling.progress import bar
 from profiling.quality.method import Method
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 from profiling.speed.latency import interleaved
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.layers import heads_of, text_config
 
 # Tokens that are prefilled at a time.
 _CHUNK = 2048
 
 
-def methods(headwise: Headwise | None, offloads: Sequence[str]) -> list[Method]:
+def methods(headwise: LoadedArtifact | None, offloads: Sequence[str]) -> list[Method]:
     """Both dense attentions, and the artifact with each way to keep keys that are not chosen."""
     both = [
         Method(name=name, make=lambda: None, identity="", dense=name) for name in (MODEL, KERNEL)

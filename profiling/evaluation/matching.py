@@ -17,7 +17,7 @@ from kernels.patterns import KINDS, AShape, Inputs, LayerPlan, Pattern, make
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
-from runtime.layers import layer_plans
+from runtime.layers import make_plans
 
 # Prompts that sizes are fitted on: of no evaluation's seed.
 CALIBRATION_TASK = "passkey"
@@ -56,7 +56,7 @@ class PatternCosts:
         without = artifact.model_copy(
             update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})}
         )
-        plans = layer_plans(without)
+        plans = make_plans(without)
         prompt = make_prompts(
             CALIBRATION_TASK, loaded.tokenizer, length=length, samples=1, seed=CALIBRATION_SEED
         )[0]

@@ -43,7 +43,7 @@ from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import Seen
 from profiling.quality.method import Method, digest
 from profiling.speed.baselines import HEADWISE, MODEL
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.layers import attention_layers, full_layers
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Methods:
     def _sparse(self, artifact: Artifact, density: float, sizes: str) -> Method:
         return Method(
             name=HEADWISE,
-            make=partial(Headwise, artifact),
+            make=partial(LoadedArtifact, artifact),
             density=density,
             kept=1.0,
             identity=_identity(artifact),
@@ -273,7 +273,7 @@ class Methods:
             identified = identity
         return Method(
             name=name,
-            make=partial(Headwise, artifact),
+            make=partial(LoadedArtifact, artifact),
             density=density,
             kept=kept,
             identity=identified,

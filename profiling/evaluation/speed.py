@@ -21,7 +21,7 @@ from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
 from profiling.speed.layer_times import ANCHOR, SDPA, time_layers
 from profiling.speed.layer_times import Timed as Asked
-from runtime.layers import layer_plans
+from runtime.layers import make_plans
 from runtime.memory import cache_bytes
 
 _TASK = "passkey"
@@ -97,7 +97,7 @@ def attention_seconds(
     Over the layers for which all of these methods have patterns; nothing where there are none.
     """
     served = {method.name: method.headwise for method in methods if method.headwise is not None}
-    plans = {name: layer_plans(each.artifact) for name, each in served.items()}
+    plans = {name: make_plans(each.artifact) for name, each in served.items()}
     layers = sorted(set.intersection(*(set(each) for each in plans.values())))
     if not layers:
         return {}

@@ -38,7 +38,7 @@ class HeadwiseLM(HFLM):
         Args:
             pretrained: what `hf` takes, or smollm2 or gemma3 from their packages.
             config: the artifact, or `dense` for the model's own attention.
-            check_weights: see runtime.Headwise.apply.
+            check_weights: see runtime.LoadedArtifact.apply.
             point: of the artifact's front, see runtime.load.
             dtype, kwargs: see HFLM.
 

@@ -20,7 +20,7 @@ from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, capture
 from profiling.prompts.prompt import Prompt
-from runtime.layers import layer_plans
+from runtime.layers import make_plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def fidelity(
     Args:
         backend: as for kernels.attention.sparse_attention.
     """
-    plans = layer_plans(artifact)
+    plans = make_plans(artifact)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     measured = Fidelity(
         **{

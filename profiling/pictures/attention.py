@@ -142,11 +142,11 @@ def _pattern_fields(
     from kernels.call import AttentionCall
     from kernels.patterns.dense import dense_index
     from profiling.inside.attention_rows import cover
-    from runtime.layers import layer_plans
+    from runtime.layers import make_plans
 
     if artifact is None or (row := artifact.prefill.layers[inputs.layer]) is None:
         return {}
-    index = layer_plans(artifact)[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
+    index = make_plans(artifact)[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
     whole = dense_index(1, len(row), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
     options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
     (_, dense_lse), (_, lse) = (

@@ -16,7 +16,7 @@ from profiling.caches.policies import drawing, with_policy
 from profiling.inside.dense_decode import dense_decode
 from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import KERNEL, MODEL, dense
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.layers import text_config
 
 
@@ -34,13 +34,13 @@ class Method:
             nobody counted.
         evicts: its cache is no plain one, so that its effect shows in decode only.
         sizes: in words.
-        offload: where keys and values that are not chosen are kept, as for Headwise.new_cache.
+        offload: as in LoadedArtifact.new_cache.
         check_weights: the model's weights must be the artifact's.
         changed: makes another cache of the artifact's new one.
     """
 
     name: str
-    make: Callable[[], Headwise | None]
+    make: Callable[[], LoadedArtifact | None]
     identity: str
     density: float | None = None
     kept: float | None = None
@@ -52,7 +52,7 @@ class Method:
     changed: Callable[[Any], Any] | None = None
 
     @cached_property
-    def headwise(self) -> Headwise | None:
+    def headwise(self) -> LoadedArtifact | None:
         """The artifact in memory; None is dense attention."""
         return self.make()
 

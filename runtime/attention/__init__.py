@@ -1,1 +1,1 @@
-"""Attention of transformers' interface: function.py, read first, chooses a kernel for each call."""
+"""Attention of transformers' interface: function.py, read first, selects a kernel for each call."""

@@ -112,7 +112,7 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     k = call.key
     v = call.value
     mask = call.mask
-    given: dict[str, Any] = {"dropout": call.dropout, "scaling": call.scale, **call.more}
+    options: dict[str, Any] = {"dropout": call.dropout, "scaling": call.scale, **call.more}
     result: tuple[Tensor, Tensor | None]
     # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
     needs_eager = (
@@ -132,7 +132,7 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     if eager is None:
         if isinstance(mask, PrefillMask):
             mask = mask.for_dense()
-        result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **given)
+        result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)
         return result
     if isinstance(mask, PrefillMask):
         mask = mask.read()
@@ -141,7 +141,7 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     if mask is not None and mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = torch.where(mask, zero, torch.finfo(q.dtype).min)
-    result = eager(module, q, k, v, mask, **given)
+    result = eager(module, q, k, v, mask, **options)
     return result
 
 

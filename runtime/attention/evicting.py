@@ -16,7 +16,7 @@ from kernels.call import AttentionCall
 from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
 from runtime.attention.layout import kernel_for
-from runtime.attention.state import Call, attempt, enough_queries
+from runtime.attention.state import Call, attempt, is_long
 from runtime.autocast import without_autocast
 
 
@@ -24,8 +24,8 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
     """(B, Q, H, E) of a call over the tokens that its cache, a PolicyLayer, keeps and the new ones.
 
     Raises:
-        HeadwiseError: the call asks for what no kernel does, or for a mask that is not plainly
-            causal: dropped tokens cannot be attended to in any other way.
+        HeadwiseError: no kernel computes the call, or its mask is not causal over contiguous
+            tokens. Dropped tokens cannot be served densely instead.
     """
     why = _why_not(call, cache)
     if why is not None:
@@ -66,7 +66,8 @@ def _prefill(
     layer = call.layer
     settings = layer.settings
     plan = layer.plan
-    if plan is not None and _is_long(q, k, settings.dense_below, plan.dense_tail):
+    lengths = q.shape[2], k.shape[2]
+    if plan is not None and is_long(*lengths, settings.dense_below, plan.dense_tail):
         kernel, no_kernel = kernel_for(settings.backend, q, k, v)
         if no_kernel is None:
             settings.check_length(k.shape[2])
@@ -94,16 +95,10 @@ def _by_patterns(
     return out
 
 
-def _is_long(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:
-    """True for a chunk whose queries are worth an index, as in a layer without a policy."""
-    k_len = k.shape[2]
-    return k_len >= dense_below and enough_queries(q.shape[2], k_len, dense_tail)
-
-
 def _why_not(call: Call, cache: Any) -> str | None:
     """Reason why a cache that drops tokens cannot serve a call."""
     context = call.context
-    reason = call.special
+    reason = call.unsupported_reason
     if reason is not None:
         return reason
     if call.sinks is not None:

@@ -1,4 +1,4 @@
-"""The attention function registered with transformers: chooses a kernel for each call.
+"""The attention function registered with transformers: selects a kernel for each call.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -15,12 +15,13 @@ from kernels.call import MAX_QUERIES, AttentionCall, DecodeCall
 from kernels.dense import dense_attention
 from runtime.attention.dense import default_attention, faster
 from runtime.attention.evicting import attend_evicting
-from runtime.attention.layout import Part, kernel_of
+from runtime.attention.layout import Sequence, kernel_of
 from runtime.attention.mask import context_of, headwise_mask, starts_of
-from runtime.attention.state import MIN_QUERIES, NOTHING, Call, attempt, layer_of
+from runtime.attention.state import MIN_QUERIES, UNAPPLIED_LAYER, Call, attempt, is_long, layer_of
 from runtime.autocast import in_one_dtype
+from runtime.lazy import LazyTensor, NewTokens
 from runtime.omnikv.bank import fetched
-from runtime.standin import NewTokens, StandIn
+from runtime.omnikv.session import take
 
 ATTENTION_NAME = "headwise"
 SLIDES = "the layer slides, and the artifact has patterns for it"
@@ -51,16 +52,16 @@ def headwise_attention(
 
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E)."""
     layer = layer_of(module)
-    state = layer or NOTHING
+    state = layer or UNAPPLIED_LAYER
     if layer is not None:
         query, key, value = _in_one_dtype(query, key, value)
-    given = (module, state, query, key, value, attention_mask, dropout, scaling, more)
+    arguments = (module, state, query, key, value, attention_mask, dropout, scaling, more)
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.
         from runtime.attention.compiled import attend_traced
 
-        return attend_traced(Call(*given, None))
-    call = Call(*given, context_of(attention_mask))
+        return attend_traced(Call(*arguments, None))
+    call = Call(*arguments, context_of(attention_mask))
     if layer is None:
         return default_attention(call)
 
@@ -70,10 +71,10 @@ def headwise_attention(
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
         layer.settings.warn_once(NOT_OURS)
 
-    # A layer of the decode section: tokens chosen by a filter layer.
+    # A layer of the decode section: tokens selected by a filter layer.
     failure = None
     if layer.role is not None:
-        out = attempt(call, attend_chosen)
+        out = attempt(call, attend_selected)
         if isinstance(out, Tensor):
             return out.transpose(1, 2), None
         failure = out
@@ -85,17 +86,17 @@ def headwise_attention(
         if isinstance(out, Tensor):
             layer.count("decode by kernel")
             return out, None
-        layer.count(out or failure or too_few(call) or "short")
+        layer.count(out or failure or dense_reason(call) or "short")
         return default_attention(call)
 
     # A prefill: patterns, else every key or a window by Headwise's kernel, else the model's own.
-    way, kernel, name = choose(call, failure)
+    way, kernel, name = select_path(call, failure)
     if way == "sparse":
         out = attempt(call, attend_sparse, kernel)
         if isinstance(out, Tensor):
             layer.count(name)
             return out, None
-        way, kernel, name = choose(call, out)
+        way, kernel, name = select_path(call, out)
     if way == "kernel":
         out = attempt(call, attend_by_kernel, kernel)
         if isinstance(out, Tensor):
@@ -109,17 +110,22 @@ def headwise_attention(
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in the dtype that attention computes in.
 
-    A stand-in has it already, from its cache."""
-    if isinstance(key, StandIn):
+    A lazy tensor already has it, from its cache.
+    """
+    if isinstance(key, LazyTensor):
         return query.to(key.dtype), key, value
     return in_one_dtype(query, key, value)
 
 
-def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
-    """Way of a prefill ("sparse", "kernel" or "default"), its kernel, and its name in stats().
+def select_path(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
+    """Select how a prefill is served.
 
     Args:
-        why_dense: the reason why it is not sparse, where that is known already.
+        call: the call.
+        why_dense: the reason why it is not sparse, if that is already known.
+
+    Returns:
+        "sparse", "kernel" or "default"; the name of its kernel; its name in stats().
     """
     kernel, no_kernel = kernel_of(call)
     if why_dense is None:
@@ -127,7 +133,7 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     if why_dense is None:
         return "sparse", kernel, "sparse"
     context = call.context
-    if no_kernel is not None or context is None or not context.parts or not pays(call):
+    if no_kernel is not None or context is None or not context.sequences or not pays(call):
         return "default", "", why_dense
     settings = call.layer.settings
     if context.window is not None:
@@ -138,7 +144,7 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     k_len = call.k_shape[2]
     if call.window is not None or settings.kernel_from is None or k_len < settings.kernel_from:
         return "default", "", why_dense
-    # What else serves soft-caps and sinks writes down every weight.
+    # The alternative for soft-caps and sinks, eager attention, stores every weight.
     weights = (
         settings.model_attention == "eager" or call.softcap is not None or call.sinks is not None
     )
@@ -152,7 +158,7 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
 
 
 def pays(call: Call) -> bool:
-    """True where a prefill has keys enough for a kernel of Headwise."""
+    """True if a prefill has enough keys for a kernel of Headwise."""
     settings = call.layer.settings
     q_len = call.q_shape[2]
     k_len = call.k_shape[2]
@@ -172,15 +178,14 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     Args:
         no_kernel: the reason why no kernel serves it, None where one does.
     """
-    few = too_few(call)
+    few = dense_reason(call)
     if few is not None:
         return few
     layer = call.layer
-    plan = layer.plan
     context = call.context
     reason = no_kernel
     if call.window is not None or (context is not None and context.window is not None):
-        reason = call.special or SLIDES
+        reason = call.unsupported_reason or SLIDES
     elif reason is None:
         heads = call.q_shape[1], call.k_shape[1]
         if heads != layer.planned_heads:
@@ -190,15 +195,11 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     if reason is not None:
         layer.settings.refuse(reason)
         return reason
-    # A kernel serves the call, so it has a context; too_few() has seen that the layer has a plan.
-    assert context is not None and plan is not None
-    if not context.long(layer.settings.dense_below, plan.dense_tail):
-        return "short"
     return None
 
 
-def too_few(call: Call) -> str | None:
-    """Reason why a call is dense whatever its mask; None where it has to be sparse."""
+def dense_reason(call: Call) -> str | None:
+    """Return the reason why a call is dense with any mask; None if it has to be sparse."""
     layer = call.layer
     context = call.context
     q_len = call.q_shape[2]
@@ -206,16 +207,16 @@ def too_few(call: Call) -> str | None:
         return "decode"
     if layer.plan is None:
         return "layer left alone"
-    below = layer.settings.dense_below
-    if q_len < layer.min_queries or call.k_shape[2] < below:
-        return "short"
-    if context is not None and context.longest < below:
-        return "short"
-    return None
+    lengths = layer.settings.dense_below, layer.plan.dense_tail
+    if context is None:
+        long = is_long(q_len, call.k_shape[2], *lengths)
+    else:
+        long = bool(context.long(*lengths))
+    return None if long else "short"
 
 
-def attend_chosen(call: Call) -> Tensor | None:
-    """(B, H, Q, E) over chosen tokens, of all or of a chunk's past; None where none are chosen."""
+def attend_selected(call: Call) -> Tensor | None:
+    """(B, H, Q, E) over selected tokens, of all or of a chunk's past; None if there are none."""
     query = call.query
     key = call.key
     value = call.value
@@ -223,19 +224,22 @@ def attend_chosen(call: Call) -> Tensor | None:
     decode = layer.settings.decode
     role = layer.role
     assert decode is not None and role is not None
-    known, starts = starts_of(call.mask)
-    if not known or call.sinks is not None or call.window is not None:
+    cache = None
+    if role.is_filter:
+        cache = take(layer.number, call.k_shape[0], call.k_shape[2])
+    contiguous, starts = starts_of(call.mask)
+    if not contiguous or call.sinks is not None or call.window is not None:
         return None
-    if call.special is not None:
+    if call.unsupported_reason is not None:
         return None
     options: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
     if decode.serves(query, key):
-        out = decode.attend(layer.number, role, query, key, value, **options)
+        out = decode.attend(layer.number, role, query, key, value, cache, **options)
         if out is not None:
             layer.count("chosen")
         return out
-    if call.q_shape[2] > 1:
-        decode.after_prefill(role, query, key, **options)
+    if cache is not None and call.q_shape[2] > 1:
+        decode.after_prefill(cache, query, key, **options)
     context = call.context
     if context is None or context.ranges is None:
         return None
@@ -254,10 +258,11 @@ def attend_chosen(call: Call) -> Tensor | None:
 
 
 def attend_step(call: Call) -> Tensor | None:
-    """(B, Q, H, E) of a few queries behind all keys, on the CPU; None where sdpa is to serve them.
+    """(B, Q, H, E) of a few queries behind all keys, on the CPU; None if sdpa has to serve them.
 
     With one bfloat16 query and 256 keys or more, torch's attention on the CPU took 10 to 100 times
-    as long."""
+    as long.
+    """
     q = call.query
     k = call.key
     v = call.value
@@ -276,13 +281,13 @@ def attend_step(call: Call) -> Tensor | None:
         return None
     starts: Tensor | None = None
     if mask is not None and mask.shape[-1] != k_len:
-        # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel
-        # would not look.
+        # The cache of this layer has another length than the others: sdpa refuses that mask, and
+        # the kernel does not check it.
         return None
-    known, starts = starts_of(mask)
-    if not known:
+    contiguous, starts = starts_of(mask)
+    if not contiguous:
         return None
-    if call.sinks is not None or call.special is not None:
+    if call.sinks is not None or call.unsupported_reason is not None:
         return None
     k_batch, kv_heads, _, k_dim = call.k_shape
     if k_batch != batch or k_dim != dim or not k_len or heads % kv_heads:
@@ -290,7 +295,7 @@ def attend_step(call: Call) -> Tensor | None:
     v_batch, v_heads, v_len, _ = v.shape
     if v_batch != batch or v_heads != kv_heads or v_len != k_len:
         return None
-    # What its checks would find has been seen.
+    # The conditions above imply its checks.
     step = DecodeCall(q, k, v, starts=starts, scale=call.scale, softcap=call.softcap, checked=False)
     native = registry.implementation("decode", "cpu")
     if native.supports(step) is not None:
@@ -306,11 +311,11 @@ def attend_sparse(call: Call, kernel: str) -> Tensor:
     assert context is not None and plan is not None
     settings = call.layer.settings
     long = context.long(settings.dense_below, plan.dense_tail)
-    settings.check_length(max(part.k_len for part in long))
+    settings.check_length(max(sequence.k_len for sequence in long))
     q = call.query
     k = call.key
     v = call.value
-    keys, ragged = context.launch(long)
+    keys, ragged = context.batch_of(long)
     if keys is not None:
         k = k[:, :, keys]
         v = v[:, :, keys]
@@ -319,10 +324,10 @@ def attend_sparse(call: Call, kernel: str) -> Tensor:
         q, k, v, index, scale=call.scale, softcap=call.softcap, sinks=call.sinks
     )
     out: Tensor = registry.run_by("attention", kernel, attention)[0].transpose(1, 2)
-    for part in context.parts:
-        if part not in long:
-            row, queries, _ = part.slots
-            out[row, queries] = _attend_alone(call, part)
+    for sequence in context.sequences:
+        if sequence not in long:
+            row, queries, _ = sequence.slots
+            out[row, queries] = _attend_alone(call, sequence)
     return out
 
 
@@ -332,7 +337,7 @@ def attend_by_kernel(call: Call, kernel: str) -> Tensor:
     assert context is not None
     k = call.key
     v = call.value
-    keys, ragged = context.launch(context.parts)
+    keys, ragged = context.batch_of(context.sequences)
     if keys is not None:
         k = k[:, :, keys]
         v = v[:, :, keys]
@@ -343,14 +348,14 @@ def attend_by_kernel(call: Call, kernel: str) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _attend_alone(call: Call, part: Part) -> Tensor:
+def _attend_alone(call: Call, sequence: Sequence) -> Tensor:
     """(1, Q, H, E) of one sequence, densely by the faster way; its mask is not read."""
     assert call.context is not None
-    alone = call.part(part, call.context.alone(part))
-    way, kernel, _ = choose(alone, "short")
+    alone = call.alone(sequence, call.context.alone(sequence))
+    way, kernel, _ = select_path(alone, "short")
     if way == "kernel":
-        # A few queries are decode's, which has kernels of its own.
-        if part.q_len <= MAX_QUERIES:
+        # A few queries are served by the decode kernels.
+        if sequence.q_len <= MAX_QUERIES:
             kernel = call.layer.settings.backend
         return attend_by_kernel(alone, kernel)
     return default_attention(alone)[0]

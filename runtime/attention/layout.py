@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import registry
 from kernels.call import Operands
 from kernels.ragged import Ragged
-from runtime.attention.state import Call, enough_queries
+from runtime.attention.state import Call, is_long
 
 NOT_CAUSAL = (
     "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
@@ -24,7 +24,7 @@ NOT_CAUSAL = (
 Rows = tuple[tuple[tuple[int, int], ...], ...]
 
 
-class Part(NamedTuple):
+class Sequence(NamedTuple):
     """Sequence of a call, by its queries and keys.
 
     Its q_len queries, from q_start on, are the last of its k_len keys, from k_start on."""
@@ -90,39 +90,38 @@ class Context:
         return True, firsts if any(firsts) else None
 
     @cached_property
-    def longest(self) -> int:
-        """Real tokens in the longest sequence, those of the cache included."""
-        return max((end - start for start, end in self.ranges or ()), default=0)
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def sequences(self) -> tuple[Sequence, ...]:
         """The sequences that have queries in the call."""
-        parts = []
+        sequences = []
         for row, (start, end) in enumerate(self.ranges or ()):
             first = max(start, self.q_start)
             if first < end:
-                parts.append(Part(row, first - self.q_start, end - first, start, end - start))
-        return tuple(parts)
+                sequences.append(
+                    Sequence(row, first - self.q_start, end - first, start, end - start)
+                )
+        return tuple(sequences)
 
-    def long(self, dense_below: int, dense_tail: int) -> tuple[Part, ...]:
-        """The sequences of at least `dense_below` keys whose queries are worth an index."""
+    def long(self, dense_below: int, dense_tail: int) -> tuple[Sequence, ...]:
+        """Return the sequences that patterns serve: see is_long."""
         key = dense_below, dense_tail
-        parts: tuple[Part, ...] | None = self._cache.get(key)
-        if parts is None:
-            parts = tuple(
-                part
-                for part in self.parts
-                if part.k_len >= dense_below and enough_queries(part.q_len, part.k_len, dense_tail)
+        sequences: tuple[Sequence, ...] | None = self._cache.get(key)
+        if sequences is None:
+            sequences = tuple(
+                sequence
+                for sequence in self.sequences
+                if is_long(sequence.q_len, sequence.k_len, dense_below, dense_tail)
             )
-            self._cache[key] = parts
-        return parts
+            self._cache[key] = sequences
+        return sequences
 
-    def alone(self, part: Part) -> Context:
-        """Context of one sequence by itself."""
-        if part not in self._cache:
-            ranges = ((0, part.k_len),)
-            self._cache[part] = Context(part.k_len - part.q_len, part.q_len, part.k_len, ranges)
-        context: Context = self._cache[part]
+    def alone(self, sequence: Sequence) -> Context:
+        """Return the context of one sequence alone."""
+        if sequence not in self._cache:
+            ranges = ((0, sequence.k_len),)
+            self._cache[sequence] = Context(
+                sequence.k_len - sequence.q_len, sequence.q_len, sequence.k_len, ranges
+            )
+        context: Context = self._cache[sequence]
         return context
 
     def cut(self, begin: int, end: int) -> Context:
@@ -134,29 +133,30 @@ class Context:
         start = self.q_start + begin
         return Context(start, end - begin, self.k_len, ranges, window=self.window)
 
-    def launch(self, parts: tuple[Part, ...]) -> tuple[slice | None, Ragged | None]:
-        """Slots of the keys (None: all) and Ragged (None: whole rows) of one launch for these."""
-        launch: tuple[slice | None, Ragged | None] | None = self._cache.get(parts)
-        if launch is None:
-            launch = self._launch(parts)
-            self._cache[parts] = launch
-        return launch
+    def batch_of(self, sequences: tuple[Sequence, ...]) -> tuple[slice | None, Ragged | None]:
+        """Return slots of the keys (None: all) and Ragged (None: whole rows) of one launch."""
+        batch: tuple[slice | None, Ragged | None] | None = self._cache.get(sequences)
+        if batch is None:
+            batch = self._batch_of(sequences)
+            self._cache[sequences] = batch
+        return batch
 
-    def _launch(self, parts: tuple[Part, ...]) -> tuple[slice | None, Ragged | None]:
-        alike = len(parts) == self.batch and len({part[1:] for part in parts}) == 1
-        if not alike or parts[0].q_len != self.q_len:
-            return None, Ragged.from_sequences(parts)
-        if parts[0].k_len == self.k_len:
+    def _batch_of(self, sequences: tuple[Sequence, ...]) -> tuple[slice | None, Ragged | None]:
+        alike = len(sequences) == self.batch and len({sequence[1:] for sequence in sequences}) == 1
+        if not alike or sequences[0].q_len != self.q_len:
+            return None, Ragged.from_sequences(sequences)
+        if sequences[0].k_len == self.k_len:
             return None, None
-        return parts[0].slots[2], None
+        return sequences[0].slots[2], None
 
 
 def kernel_of(call: Call) -> tuple[str, str | None]:
     """Backend that serves a prefill, by its name, and the reason why none can, or None.
 
-    The first layer of a forward decides; the others find it in the context, by the kind of their
-    tensors."""
-    reason = call.special
+    The first layer of a forward selects it; the others read it from the context, by the kind of
+    their tensors.
+    """
+    reason = call.unsupported_reason
     if reason is not None:
         return "", reason
     context = call.context
@@ -166,9 +166,9 @@ def kernel_of(call: Call) -> tuple[str, str | None]:
     k = call.key
     v = call.value
     kind = (q.dtype, q.device, call.q_shape, call.k_shape, v.shape)
-    known = context.kernels.get(kind)
-    if known is not None:
-        return known
+    cached = context.kernels.get(kind)
+    if cached is not None:
+        return cached
     batch, _, q_len, _ = call.q_shape
     k_len = call.k_shape[2]
     lengths = call.more.get("cu_seq_lens_q")
@@ -186,7 +186,8 @@ def kernel_of(call: Call) -> tuple[str, str | None]:
 def kernel_for(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str | None]:
     """Backend that serves such queries, keys and values, or the reason why none does.
 
-    "auto" takes no reference, which is slower than dense; it serves only where asked for."""
+    "auto" excludes the reference, which is slower than dense; it serves only by its name.
+    """
     if k.shape[:3] != v.shape[:3]:
         return "", f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}"
     operands = Operands(q, k, v)

@@ -2,11 +2,12 @@
 
 Shapes: B batch, Q query length, K key length (all slots of the cache).
 
-transformers makes one mask a forward and hands it to every layer. For a long padded prefill sdpa's
+transformers makes one mask a forward and passes it to every layer. For a long padded prefill sdpa's
 is a (B, 1, Q, K) tensor, 10 GB a sequence at 100K tokens. `headwise_mask` returns a PrefillMask in
 its place: a tensor of that shape and type without memory that holds the ranges of real tokens. Code
 that reads it as a tensor gets the true mask (made once a forward). A slice of queries is another
-PrefillMask: Gemma 4 cuts the queries of its last layers, and the mask with them."""
+PrefillMask: Gemma 4 cuts the queries of its last layers, and the mask with them.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ from torch import Tensor
 from kernels.copies import on_device
 from runtime.attention.layout import Context, Rows
 from runtime.attention.state import MIN_QUERIES, Settings, settings_of
-from runtime.standin import StandIn
+from runtime.lazy import LazyTensor
+from runtime.omnikv.session import clear
 
 
-class PrefillMask(StandIn):
+class PrefillMask(LazyTensor):
     """Causal mask (B, 1, Q, K) over sequences of contiguous tokens, without memory until read."""
 
     context: Context
     _dense: Callable[..., Tensor | None]
-    _given: dict[str, Any]
+    _arguments: dict[str, Any]
     _made: dict[bool, Tensor | None]
 
     @staticmethod
@@ -36,7 +38,7 @@ class PrefillMask(StandIn):
         cls,
         context: Context,
         dense: Callable[..., Tensor | None],
-        given: dict[str, Any],
+        arguments: dict[str, Any],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -44,12 +46,12 @@ class PrefillMask(StandIn):
         mask = cls.of((context.batch, 1, context.q_len, context.k_len), dtype, device)
         mask.context = context
         mask._dense = dense
-        mask._given = given
+        mask._arguments = arguments
         mask._made = {}
         return mask
 
     def for_dense(self) -> Tensor | None:
-        """The mask that dense attention would have got, None where sdpa needs none."""
+        """The mask for dense attention, None where sdpa needs none."""
         return self._once(True)
 
     def read(self) -> Tensor:
@@ -61,28 +63,30 @@ class PrefillMask(StandIn):
     def _once(self, may_skip: bool) -> Tensor | None:
         if may_skip not in self._made:
             skip = {} if may_skip else {"allow_is_causal_skip": False}
-            self._made[may_skip] = self._dense(**self._given | skip)
+            self._made[may_skip] = self._dense(**self._arguments | skip)
         mask = self._made[may_skip]
         if mask is None:
             return None
         return mask.to(self.device)
 
     def _on(self, device: torch.device) -> PrefillMask:
-        moved = PrefillMask(self.context, self._dense, self._given, dtype=self.dtype, device=device)
+        moved = PrefillMask(
+            self.context, self._dense, self._arguments, dtype=self.dtype, device=device
+        )
         moved._made = self._made
         return moved
 
     def _cut(self, begin: int, end: int) -> PrefillMask:
         """The mask of the queries begin .. end of these."""
         context = self.context.cut(begin, end)
-        given = self._given | {
-            "q_offset": self._given["q_offset"] + begin,
+        arguments = self._arguments | {
+            "q_offset": self._arguments["q_offset"] + begin,
             "q_length": context.q_len,
         }
         # Without a mask sdpa lets a single query see all slots, those not filled yet, too.
         if context.q_start + context.q_len < context.k_len:
-            given["allow_is_causal_skip"] = False
-        return PrefillMask(context, self._dense, given, dtype=self.dtype, device=self.device)
+            arguments["allow_is_causal_skip"] = False
+        return PrefillMask(context, self._dense, arguments, dtype=self.dtype, device=self.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -91,9 +95,9 @@ class PrefillMask(StandIn):
         kwargs = kwargs or {}
         # torch.cat has a list of tensors here.
         if isinstance(mask := args[0], PrefillMask):
-            made = mask._without_reading(func, args[1:], kwargs)
-            if made is not None:
-                return made
+            result = mask._without_reading(func, args[1:], kwargs)
+            if result is not None:
+                return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _without_reading(
@@ -107,15 +111,15 @@ class PrefillMask(StandIn):
         if func in (aten.alias.default, aten.detach.default):
             return self._on(self.device)
         if func is aten.slice.Tensor:
-            given = [*args, *(0, None, None, 1)[len(args) :]]
-            dim, step = given[0], given[3]
+            arguments = [*args, *(0, None, None, 1)[len(args) :]]
+            dim, step = arguments[0], arguments[3]
             size = self.shape[dim]
-            places = range(size)[given[1] : given[2] : step]
-            if len(places) == size:
+            indices = range(size)[arguments[1] : arguments[2] : step]
+            if len(indices) == size:
                 return self._on(self.device)
             # A cache that drops tokens takes in every query's token: its mask is not cut.
-            if dim % self.dim() == 2 and step == 1 and places and self.context.fresh is None:
-                return self._cut(places.start, places.stop)
+            if dim % self.dim() == 2 and step == 1 and indices and self.context.fresh is None:
+                return self._cut(indices.start, indices.stop)
         return None
 
 
@@ -127,9 +131,10 @@ def context_of(mask: Tensor | None) -> Context | None:
 def starts_of(mask: Tensor | None) -> tuple[bool, Tensor | None]:
     """True and the first real key of each sequence, (B,) int32 or None where all are 0.
 
-    The tensor is not to be written to. False where the queries do not see every key from there to
+    The tensor must not be written to. False where the queries do not see every key from there to
     their own: the mask was made elsewhere, hides keys behind a window, or has sequences with holes
-    or ones that end before the last key."""
+    or ones that end before the last key.
+    """
     if mask is None:
         return True, None
     context = context_of(mask)
@@ -144,43 +149,52 @@ def starts_of(mask: Tensor | None) -> tuple[bool, Tensor | None]:
 def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -> Any:
     """Mask function registered with transformers.
 
-    A causal prefill gets a PrefillMask, any other call the mask of dense attention."""
+    Returns a PrefillMask for a causal prefill, and the mask of dense attention otherwise.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
     if torch.compiler.is_compiling() and q_length >= MIN_QUERIES:
         from runtime.attention.compiled import prefill_mask
 
         return prefill_mask(batch_size, q_length, kv_length, **more)
-    given: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    given |= {"q_offset": 0, "kv_offset": 0, "attention_mask": None} | more
-    if given.get("mask_function") is None:
-        given["mask_function"] = causal_mask_function
-    # Traced code reads no table of applications: any change of it would have the graph made again.
+    arguments: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+    }
+    arguments |= {"q_offset": 0, "kv_offset": 0, "attention_mask": None} | more
+    if arguments.get("mask_function") is None:
+        arguments["mask_function"] = causal_mask_function
+    # Traced code reads no table of applications: a change of it would recompile the graph.
     if torch.compiler.is_compiling():
         settings = None
     else:
         settings = settings_of(more.get("config"))
     if settings is None:
-        return _plain(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], given)
+        return _plain(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], arguments)
+    if settings.decode is not None:
+        clear()
     window = more.get("local_size")
-    if not is_causal(given["mask_function"], window):
-        return _plain(ALL_MASK_ATTENTION_FUNCTIONS[settings.model_attention], given)
-    return _MaskRequest(window, settings, given).mask()
+    if not is_causal(arguments["mask_function"], window):
+        return _plain(ALL_MASK_ATTENTION_FUNCTIONS[settings.model_attention], arguments)
+    return _MaskRequest(window, settings, arguments).mask()
 
 
-def _plain(dense: Callable[..., Tensor | None], given: dict[str, Any]) -> Tensor | None:
+def _plain(dense: Callable[..., Tensor | None], arguments: dict[str, Any]) -> Tensor | None:
     """The mask of dense attention.
 
-    None says that the queries are the last of the keys, never, as sdpa has it, the first."""
-    if 1 != given["q_length"] != given["kv_length"]:
-        given = given | {"allow_is_causal_skip": False}
-    return dense(**given)
+    None means that the queries are the last of the keys, never the first, as sdpa assumes.
+    """
+    if 1 != arguments["q_length"] != arguments["kv_length"]:
+        arguments = arguments | {"allow_is_causal_skip": False}
+    return dense(**arguments)
 
 
 def is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """True where a mask function is transformers' own for causal attention, over this window.
+    """True if a mask function is transformers' own for causal attention over this window.
 
-    An overlay (packed prompts, images, chunks) makes it another function."""
+    With an overlay (packed prompts, images, chunks) it is another function.
+    """
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
     if window is None:
@@ -217,29 +231,29 @@ class _MaskRequest:
     """A causal mask that transformers asks for, over a window or every token.
 
     Attributes:
-        given: the arguments of `dense`, the function that makes it.
-        gone: slots that a sliding-window layer has dropped; all others are counted from there.
+        arguments: arguments of `dense`, the function that makes the mask.
+        offset: slots that a sliding-window layer has dropped; the others are counted from there.
     """
 
-    def __init__(self, window: int | None, settings: Settings, given: dict[str, Any]) -> None:
+    def __init__(self, window: int | None, settings: Settings, arguments: dict[str, Any]) -> None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         self.window = window
         self.settings = settings
-        self.given = given
-        self.padding = given["attention_mask"]
+        self.arguments = arguments
+        self.padding = arguments["attention_mask"]
         self.dense: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[
             settings.model_attention
         ]
-        self.batch = int(given["batch_size"])
-        self.gone = int(given["kv_offset"])
-        self.q_len = int(given["q_length"])
-        self.k_len = int(given["kv_length"])
+        self.batch = int(arguments["batch_size"])
+        self.offset = int(arguments["kv_offset"])
+        self.q_len = int(arguments["q_length"])
+        self.k_len = int(arguments["kv_length"])
 
     @property
     def start(self) -> int:
         """The first query's slot. A static cache keeps it on its device: read only where needed."""
-        return int(self.given["q_offset"])
+        return int(self.arguments["q_offset"])
 
     def mask(self) -> Tensor | None:
         """A PrefillMask, or the mask of dense attention."""
@@ -251,7 +265,7 @@ class _MaskRequest:
             context = None
         if context is not None:
             return self._lazy(context)
-        mask = _plain(self.dense, self.given)
+        mask = _plain(self.dense, self.arguments)
         if mask is None or self.settings.evicts or self.q_len > 1:
             return mask
         return self._step(mask)
@@ -259,29 +273,29 @@ class _MaskRequest:
     def _prefill(self) -> Context | None:
         """Context of a prefill; None where slots are missing or sequences have holes."""
         end = self.start + self.q_len
-        if self.gone and self.window is None:
+        if self.offset and self.window is None:
             return None
-        if end > self.gone + self.k_len:
+        if end > self.offset + self.k_len:
             return None
-        ranges = self._ranges(self.gone, end)
+        ranges = self._ranges(self.offset, end)
         if ranges is None:
             return None
-        return Context(self.start - self.gone, self.q_len, self.k_len, ranges, window=self.window)
+        return Context(self.start - self.offset, self.q_len, self.k_len, ranges, window=self.window)
 
     def _step(self, mask: Tensor) -> Tensor:
         """The mask of dense attention, or a PrefillMask where the decode step reads its context."""
         settings = self.settings
         window = self.window
         # Of a static cache the step is compiled, with a plain mask.
-        if not self.given.get("allow_is_causal_skip", True):
+        if not self.arguments.get("allow_is_causal_skip", True):
             return mask
         near = window is None or self.k_len <= window
         kernel = settings.dense_kernels and mask.device.type == "cpu" and near
-        chooses = settings.decode is not None and window is None
-        end = self.gone + self.k_len
-        if not (kernel or chooses) or self.start + 1 != end:
+        selects = settings.decode is not None and window is None
+        end = self.offset + self.k_len
+        if not (kernel or selects) or self.start + 1 != end:
             return mask
-        ranges = self._ranges(self.gone, end)
+        ranges = self._ranges(self.offset, end)
         if ranges is None:
             return mask
         return self._lazy(Context(self.k_len - 1, 1, self.k_len, ranges, window=window))
@@ -291,7 +305,7 @@ class _MaskRequest:
         start = self.start
         end = start + self.q_len
         fresh = self._ranges(start, end)
-        if self.gone or fresh is None:
+        if self.offset or fresh is None:
             return None
         ranges = None
         if self.window is None:
@@ -316,10 +330,10 @@ class _MaskRequest:
         return tuple(row[0] if row else (0, 0) for row in rows)
 
     def _lazy(self, context: Context) -> PrefillMask:
-        # The counter of a static cache has moved on by the time the mask is read.
-        given = self.given | {"q_offset": self.start}
+        # A static cache has advanced its counter before the mask is read.
+        arguments = self.arguments | {"q_offset": self.start}
         dtype = torch.bool
         if self.settings.model_attention == "eager":
-            dtype = given.get("dtype", torch.float32)
-        device = torch.device(given.get("device", "cpu"))
-        return PrefillMask(context, self.dense, given, dtype=dtype, device=device)
+            dtype = arguments.get("dtype", torch.float32)
+        device = torch.device(arguments.get("device", "cpu"))
+        return PrefillMask(context, self.dense, arguments, dtype=dtype, device=device)

@@ -28,10 +28,10 @@ from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
 
 if TYPE_CHECKING:
-    from runtime.attention.layout import Context, Part
+    from runtime.attention.layout import Context, Sequence
 
-# Fewer queries than one tile are more like decode than like prefill (the last queries of a prompt,
-# drafts to verify).
+# Calls with fewer queries than one tile are served as decode, not as prefill (the last queries of a
+# prompt, drafts to verify).
 MIN_QUERIES = 64
 # Smallest chunk behind a past for which patterns serve. An index over a long past costs as much for
 # few tokens as for many: behind 8,192 and 32,768 tokens patterns took 0.98 and 1.01 of dense
@@ -39,19 +39,26 @@ MIN_QUERIES = 64
 MIN_BEHIND_A_PAST = 128
 # With fewer keys attention is a small part of a prefill, and the model's own serves.
 MIN_KEYS_DENSE = 1024
-# Messages of torch's allocators where they raise no error of their own.
+# Messages of torch's allocators that raise a plain RuntimeError.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 _Served = TypeVar("_Served")
 _log = logging.getLogger("headwise")
 
 
-def enough_queries(q_len: int, k_len: int, dense_tail: int) -> bool:
-    """True where an index pays for the queries of a sequence, the last `q_len` of `k_len` keys."""
-    least = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
-    return q_len >= max(least, dense_tail + 1)
+def is_long(q_len: int, k_len: int, dense_below: int, dense_tail: int) -> bool:
+    """True if patterns serve a sequence: it has enough keys, and enough queries for an index.
+
+    Args:
+        q_len: its queries, the last of its keys.
+        k_len: its keys.
+        dense_below: shorter sequences are dense.
+        dense_tail: last queries that stay dense in any case.
+    """
+    minimum = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
+    return k_len >= dense_below and q_len >= max(minimum, dense_tail + 1)
 
 
-class Calls:
+class CallCounter:
     """Counter of attention calls by how they were served, for any number of threads."""
 
     def __init__(self) -> None:
@@ -90,7 +97,7 @@ class Settings:
     decode: OmniKV | None = None
     evicts: bool = False
     evidence: Evidence = field(default_factory=Evidence)
-    calls: Calls = field(default_factory=Calls)
+    calls: CallCounter = field(default_factory=CallCounter)
     warned: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -120,7 +127,7 @@ class Settings:
         self.warn_once(reason, f"serving densely: {line}")
 
     def check_length(self, tokens: int) -> None:
-        """Warn once of a sparse prefill that is longer than what was measured."""
+        """Warn once of a sparse prefill longer than the measured lengths."""
         line = self.evidence.beyond(tokens)
         if line is not None:
             self.warn_once("longer than measured", line)
@@ -149,13 +156,6 @@ class Layer:
     role: Role | None = None
 
     @cached_property
-    def min_queries(self) -> int:
-        """Fewest queries of a sparse call: fewer would all be last queries, which stay dense."""
-        if self.plan is None:
-            return MIN_QUERIES
-        return max(MIN_QUERIES, self.plan.dense_tail + 1)
-
-    @cached_property
     def planned_heads(self) -> tuple[int, int]:
         """Query and KV heads that the plan is for."""
         assert self.plan is not None
@@ -176,13 +176,14 @@ class Layer:
 class Call:
     """Arguments of one call of the attention function, and the state of its module.
 
-    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that
-    only some models give. Of those are softcap, sinks (H,), which are learned logits that take part
-    in the softmax and have no value (GPT-OSS), and window, how many tokens a query of a
-    sliding-window layer sees, itself included.
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E).
 
     Attributes:
-        context: by the mask; None where it has none.
+        more: keyword arguments that only some models pass.
+        context: of the mask; None if the mask has none.
+        softcap: soft-cap of the logits, or None.
+        sinks: (H,) learned logits that take part in the softmax and have no value (GPT-OSS).
+        window: tokens that a query of a sliding-window layer sees, itself included.
     """
 
     module: nn.Module
@@ -202,7 +203,7 @@ class Call:
     k_shape: torch.Size = field(init=False)
 
     def __post_init__(self) -> None:
-        # Each look at a tensor's shape makes another object.
+        # Each access to a tensor's shape makes a new object.
         self.q_shape = self.query.shape
         self.k_shape = self.key.shape
         more = self.more.get
@@ -214,9 +215,9 @@ class Call:
         """The same call with other keys and values."""
         return replace(self, key=key, value=value)
 
-    def part(self, part: Part, context: Context) -> Self:
-        """The call of one of its sequences alone, without a mask."""
-        row, queries, keys = part.slots
+    def alone(self, sequence: Sequence, context: Context) -> Self:
+        """Return the call of one of its sequences alone, without a mask."""
+        row, queries, keys = sequence.slots
         return replace(
             self,
             query=self.query[row, :, queries],
@@ -248,7 +249,7 @@ class Call:
         return bool(wanted)
 
     @property
-    def special(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Reason why no kernel of Headwise computes this call; None for causal attention."""
         query = self.query
         key = self.key
@@ -278,24 +279,24 @@ def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served
     except HeadwiseError:
         raise
     except Exception as error:
-        why = name_of(error)
+        why = error_category(error)
         if why is None:
             raise
         call.layer.settings.refuse(why, message(error))
     if call.context is not None:
         # The kernel may serve no more.
         call.context.kernels.clear()
-    # Out here the error and all that its frames held are gone: dense attention has their memory.
+    # Outside the handler the error and its frames are freed: dense attention has their memory.
     return why
 
 
-def name_of(error: Exception) -> str | None:
-    """Name for an error of a kernel or of the memory it wanted; None for a caller's mistake.
+def error_category(error: Exception) -> str | None:
+    """Return the category of an error of a kernel or an allocator; None for a caller's mistake.
 
-    Few names, however much messages differ: calls are counted and warned of by them.
+    Calls are counted, and warned of, by these few categories.
     """
     if isinstance(error.__cause__, CannotBuildError):
-        # Of a kernel that was asked for by its name.
+        # Of a kernel that was selected by its name.
         error = error.__cause__
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"
@@ -316,7 +317,7 @@ def message(error: Exception) -> str:
 
 
 # For a module to which nothing is applied, such as a copy's: torch's own attention.
-NOTHING = Layer(Settings(dense_below=sys.maxsize, dense_by="model"), -1, None)
+UNAPPLIED_LAYER = Layer(Settings(dense_below=sys.maxsize, dense_by="model"), -1, None)
 
 # Where a module keeps its state: a table of all modules would be part of every compiled graph.
 _ATTRIBUTE = "_headwise_layer"

@@ -2,13 +2,12 @@
 
 Importing this imports transformers.
 
-Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim, E value dim, C chosen
-tokens.
+Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim, E value dim,
+C selected tokens.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from runtime.autocast import in_one_dtype
 from runtime.caches.policy import grown, with_headroom
 from runtime.omnikv.bank import Bank, OffloadedTensor
+from runtime.omnikv.session import announce
 
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
 _DRAFTS = 16
@@ -102,32 +102,32 @@ class FilterLayer(GrowingLayer):
     were rejected.
 
     Attributes:
-        served: the layers that attend to what it chooses and are in banks, bank by bank.
+        number: the layer's number.
+        window: W, the queries whose scores select.
+        served: the layers in banks that attend to its selection, bank by bank.
     """
 
     def __init__(
-        self, window: int, served: Sequence[Sequence[BankedLayer]] = (), **kwargs: Any
+        self,
+        number: int,
+        window: int,
+        served: Sequence[Sequence[BankedLayer]] = (),
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.number = number
         self.window = window
         self.served = served
         self.history: Tensor | None = None
         # Length of the cache when each row of history was written.
         self._written: list[int] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A pickle or a copy gets its own reference from keys to their layer at the next update.
-        state = dict(vars(self))
-        if state.get("keys") is not None:
-            state["keys"] = state["keys"].detach()
-        return state
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """See GrowingLayer.update; the keys refer to this layer (omnikv.select.filter_cache)."""
+        """See GrowingLayer.update; the attention that follows takes this layer (omnikv.session)."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        keys.headwise_cache = weakref.ref(self)  # type: ignore[attr-defined]
+        announce(self)
         return keys, values
 
     def remember(self, scores: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class FilterLayer(GrowingLayer):
         self._written = [*self._written, scores.shape[-1]][-rows.shape[1] :]
         return rows[:, -self.window :]
 
-    def chose(self, tokens: Tensor, past: int) -> None:
+    def fetch(self, tokens: Tensor, past: int) -> None:
         """Start fetching tokens (B, C), ascending and padded, of those before `past`."""
         for layers in self.served:
             if any(layer.get_seq_length() != past for layer in layers):
@@ -153,10 +153,10 @@ class FilterLayer(GrowingLayer):
         super().crop(tokens_to_remove)
         if self.history is not None and tokens_to_remove:
             left = self.get_seq_length()
-            kept = sum(written <= left for written in self._written)
-            self._written = self._written[:kept]
-            if kept:
-                self.history = self.history[:, :kept, :left]
+            rows = sum(written <= left for written in self._written)
+            self._written = self._written[:rows]
+            if rows:
+                self.history = self.history[:, :rows, :left]
             else:
                 self.history = None
 
@@ -172,10 +172,10 @@ class FilterLayer(GrowingLayer):
 
 
 class BankedLayer(GrowingLayer):
-    """Keys and values in a context bank, of which attention fetches what it needs.
+    """Keys and values in a context bank, from which attention fetches the selected tokens.
 
-    A layer no longer than what is chosen of it stays on the device, and so does one whose heads are
-    unlike those of the bank's first layer.
+    A layer stays on the device while it is no longer than the selection, or if its heads differ
+    from those of the bank's first layer.
     """
 
     def __init__(self, bank: Bank, place: int, **kwargs: Any) -> None:
@@ -201,7 +201,7 @@ class BankedLayer(GrowingLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append (B, G, Q, D) and (B, G, Q, E).
 
-        Returns all keys and values, or stand-ins where the past is in the bank.
+        Returns all keys and values; lazy tensors if the past is in the bank.
         """
         key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
@@ -211,14 +211,14 @@ class BankedLayer(GrowingLayer):
             self.to_bank(key_states, value_states)
         if self._banked is None:
             return super().update(key_states, value_states, *args, **kwargs)
-        offload = self.bank.append(self.place, past, key_states, value_states)
+        banked = self.bank.append(self.place, past, key_states, value_states)
         self._banked = past + key_states.shape[-2]
         if not past:
             return key_states, value_states
-        return OffloadedTensor(offload, 0), OffloadedTensor(offload, 1)
+        return OffloadedTensor(banked, 0), OffloadedTensor(banked, 1)
 
     def to_bank(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Move to the bank if it takes such keys and values; True if the layer is there now."""
+        """Move to the bank if it takes such keys and values; True if the layer is now in it."""
         if self._banked is None and self.bank.takes(key_states, value_states):
             past = self.get_seq_length()
             if past:
@@ -244,5 +244,5 @@ class BankedLayer(GrowingLayer):
         if self._banked is None:
             super().batch_select_indices(indices)
         elif self.place == self.bank.leader:
-            # All layers of a filter layer share one bank, and each of them is asked.
+            # All layers of a filter layer share one bank: only the first selects in it.
             self.bank.select(indices, self._banked)

@@ -1,8 +1,8 @@
 """H2O: heavy hitters of each KV head, and the latest tokens (H2O, section 4, Algorithm 1).
 
-Kept tokens lie in any order, since a query that sees all keys does not depend on it, and keep the
+Cached tokens are in any order, since a query that sees all keys does not depend on it, and keep the
 rotations of their text positions. The last row moves into the row of a dropped token, so that
-memory holds what is kept and no more.
+memory holds the cached tokens only.
 
 Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, D head dim, E value dim.
 """
@@ -21,11 +21,11 @@ from kernels.decode import decode_attention
 from kernels.decode.dropping import drop_lowest, ranks
 from runtime.caches.policy import Policy, Step, tokens
 
-# Headroom of new memory: at least so many rows, and a fraction of the whole. Budgets that are
-# fractions grow slowly.
+# Headroom of new memory: a minimum in rows, and a fraction of the total. Budgets that are fractions
+# grow slowly.
 _HEADROOM = 8
 _FRACTION = 32
-# Up to so many tokens are dropped one by one, in place.
+# Up to this number, tokens are dropped one by one, in place.
 _FEW = 16
 
 
@@ -59,7 +59,7 @@ class H2O(Policy):
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
-        outs = [self._attend(part) for part in self._parts(call)]
+        outs = [self._attend(step) for step in self._split_steps(call)]
         if len(outs) == 1:
             return outs[0]
         return torch.cat(outs, dim=2)
@@ -72,11 +72,11 @@ class H2O(Policy):
             return min(heavy + recent + 1, needed + max(256, needed))
         return needed + max(_HEADROOM, needed // _FRACTION)
 
-    def _parts(self, call: Step) -> Iterator[Step]:
+    def _split_steps(self, call: Step) -> Iterator[Step]:
         """Split a call where tokens are dropped: nowhere, or before each query of "greedy"."""
         begin = 0
         while begin < call.length:
-            # The state changes with every part that is attended to.
+            # The state changes with every step.
             count = 1 if self.record.eviction == "greedy" else call.length
             while begin + count < call.length and self._fits(count) and self._fits(count + 1):
                 count += 1
@@ -84,7 +84,7 @@ class H2O(Policy):
             begin += count
 
     def _fits(self, more: int) -> bool:
-        """True if so many more tokens can be kept next to all that are."""
+        """True if the budget allows `more` tokens in addition to the cached ones."""
         return self.kept[0] + more <= self._budget(self.seen[0] + more)
 
     def _budget(self, seen: int) -> int:
@@ -109,7 +109,7 @@ class H2O(Policy):
         result = decode_attention(call.q, keys, values, scores="sum", ends=ends, **call.options)
         assert result.scores is not None
         scores += result.scores
-        # What has no eviction of its own leaves it to torch.
+        # Backends without an eviction kernel use torch's operations.
         self._evict("reference" if call.backend == "reference" else "auto")
         self.settled = self.seen
         return result.out
@@ -126,8 +126,8 @@ class H2O(Policy):
             ranked = ranks(scores, positions, latest=latest, queries=queries)
             self._keep(ranked.topk(keep[0], dim=2).indices.sort(dim=2).values)
         memory = self.keys, self.values, self.scores, self.positions
-        while any(kept > most for kept, most in zip(self.kept, keep, strict=True)):
+        while any(kept > limit for kept, limit in zip(self.kept, keep, strict=True)):
             both = list(zip(self.kept, keep, strict=True))
-            rows = [kept if kept > most else 0 for kept, most in both]
+            rows = [kept if kept > limit else 0 for kept, limit in both]
             drop_lowest(*memory, rows=rows, latest=latest, queries=queries, backend=backend)
-            self.kept = tuple(kept - (kept > most) for kept, most in both)
+            self.kept = tuple(kept - (kept > limit) for kept, limit in both)

@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from artifacts import HeadwiseError
 from runtime.autocast import in_one_dtype
 from runtime.caches.policy import Policy, Step
-from runtime.standin import MisfitError, NewTokens
+from runtime.lazy import MisfitError, NewTokens
 
 Spans = Sequence[tuple[int, int]]
 
@@ -33,16 +33,16 @@ class KVHeads:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SubBatch:
     """Sequences of a batch that are served together, and their policies, one a group."""
 
     rows: tuple[int, ...]
     policies: tuple[Policy, ...]
 
-    def select(self, places: Sequence[int]) -> _Part:
+    def select(self, places: Sequence[int]) -> _SubBatch:
         """Copy with the sequences at these places."""
         rows = tuple(self.rows[place] for place in places)
-        return _Part(rows, tuple(policy.select(places) for policy in self.policies))
+        return _SubBatch(rows, tuple(policy.select(places) for policy in self.policies))
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,18 @@ class _Draft:
 
     call: Step
     spans: Spans
-    parts: tuple[_Part, ...]
+    batches: tuple[_SubBatch, ...]
     runs: list[list[tuple[int, int]]]
 
 
 class PolicyLayer(CacheLayerMixin):
     """Keys and values under policies.
 
-    update() returns stand-ins, by which Headwise's attention finds the layer. transformers counts
-    slots, padding included; a policy counts the tokens of a sequence.
+    update() returns lazy tensors, by which Headwise's attention finds the layer. transformers
+    counts slots, padding included; a policy counts the tokens of a sequence.
 
     Sequences of a batch are served together where each has one new token, whatever their lengths
-    (a decode step), or where all are alike (a prompt): `_parts`.
+    (a decode step), or if all are alike (a prompt): `_batches`.
 
     Assisted decoding announces that tokens will be taken back (activate_past_recording). From then
     on the state before the last call is held until crop() says how many of its tokens stay.
@@ -70,7 +70,7 @@ class PolicyLayer(CacheLayerMixin):
 
     def __init__(self, groups: Sequence[KVHeads], *, sliding: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # The mask of sliding layers is asked for by this.
+        # transformers makes the mask of sliding layers by this.
         self.is_sliding = sliding
         self.groups = tuple(groups)
         # Each group's KV heads where they are needed: made once, for no step may wait for a device.
@@ -83,28 +83,28 @@ class PolicyLayer(CacheLayerMixin):
         self._slots = 0
         self._new: tuple[Tensor, Tensor] | None = None
         self._draft: _Draft | None = None
-        self._parts: tuple[_Part, ...] = ()
+        self._batches: tuple[_SubBatch, ...] = ()
         # The slots of each sequence that hold tokens, in runs [begin, end).
         self._runs: list[list[tuple[int, int]]] = []
         self.is_initialized = False
 
     @property
     def policies(self) -> list[Policy]:
-        """All policies: group by group for each part of the batch."""
-        return [policy for part in self._parts for policy in part.policies]
+        """All policies: group by group for each sub-batch."""
+        return [policy for batch in self._batches for policy in batch.policies]
 
     @property
     def mean_kept(self) -> float:
-        """Tokens kept, as a mean over sequences and KV heads."""
-        kept = 0
+        """Cached tokens, as a mean over sequences and KV heads."""
+        total = 0
         count = 0
-        for part in self._parts:
-            for group, policy in zip(self.groups, part.policies, strict=True):
+        for batch in self._batches:
+            for group, policy in zip(self.groups, batch.policies, strict=True):
                 heads = 1 if group.heads is None else len(group.heads)
-                kept += heads * sum(policy.kept)
-                count += heads * len(part.rows)
+                total += heads * sum(policy.kept)
+                count += heads * len(batch.rows)
         if count:
-            return kept / count
+            return total / count
         return 0.0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -112,7 +112,7 @@ class PolicyLayer(CacheLayerMixin):
         self.device = key_states.device
         rows = range(key_states.shape[0])
         policies = tuple(group.make().start(len(rows)) for group in self.groups)
-        self._parts = (_Part(tuple(rows), policies),)
+        self._batches = (_SubBatch(tuple(rows), policies),)
         self._runs = [[] for _ in rows]
         self.is_initialized = True
 
@@ -121,7 +121,7 @@ class PolicyLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Hold (B, G, Q, D) and (B, G, Q, E) for the attention that follows.
 
-        Returns stand-ins for all keys and values.
+        Returns lazy tensors in place of all keys and values.
         """
         if self._new is not None:
             raise HeadwiseError(
@@ -137,7 +137,7 @@ class PolicyLayer(CacheLayerMixin):
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
 
     def attend(self, q: Tensor, spans: Spans | None, **options: Any) -> Tensor:
-        """Attend to what is kept and the new tokens: (B, H, Q, E), zeros for padding.
+        """Attend to the cached and the new tokens: (B, H, Q, E), zeros for padding.
 
         Args:
             q: (B, H, Q, D).
@@ -151,22 +151,22 @@ class PolicyLayer(CacheLayerMixin):
             )
         k, v = self._new
         self._new = None
-        # What is kept has the dtype of the first tokens, also where autocast was turned on or off.
+        # The cache keeps the dtype of the first tokens, also if autocast was turned on or off.
         call = Step(q=q.to(self.dtype), k=k.to(self.dtype), v=v.to(self.dtype), **options)
         if spans is None:
             spans = [(0, call.length)] * q.shape[0]
         if self.record_past:
             before = tuple(
-                replace(part, policies=tuple(policy.snapshot() for policy in part.policies))
-                for part in self._parts
+                replace(batch, policies=tuple(policy.snapshot() for policy in batch.policies))
+                for batch in self._batches
             )
-            # Whoever repeats the call wants its tokens, not its output.
+            # A repeated call needs its tokens, not its output.
             again = replace(call, prefill=_no_prefill)
             self._draft = _Draft(again, spans, before, [list(runs) for runs in self._runs])
         return self._take(call, spans).to(q.dtype)
 
     def _take(self, call: Step, spans: Spans) -> Tensor:
-        """Attend to what is kept and a call's tokens, the last slots: (B, H, Q, E)."""
+        """Attend to the cached tokens and a call's, the last slots: (B, H, Q, E)."""
         first = self._slots - call.length
         for runs, (begin, end) in zip(self._runs, spans, strict=True):
             if begin < end:
@@ -185,20 +185,20 @@ class PolicyLayer(CacheLayerMixin):
             self._join(spans)
         else:
             self._split(spans)
-        if len(self._parts) == 1 and spans[0] == (0, call.length):
-            return self._by_heads(self._parts[0].policies, call)
+        if len(self._batches) == 1 and spans[0] == (0, call.length):
+            return self._by_heads(self._batches[0].policies, call)
         q = call.q
         out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], call.v.shape[3]).transpose(1, 2)
-        for part in self._parts:
-            begin, end = spans[part.rows[0]]
+        for batch in self._batches:
+            begin, end = spans[batch.rows[0]]
             if begin < end:
-                rows = torch.tensor(part.rows, device=q.device, dtype=torch.long)
+                rows = torch.tensor(batch.rows, device=q.device, dtype=torch.long)
                 tokens = call.slots(begin, end, rows)
-                out[rows, :, begin:end] = self._by_heads(part.policies, tokens)
+                out[rows, :, begin:end] = self._by_heads(batch.policies, tokens)
         return out
 
     def _by_heads(self, policies: Sequence[Policy], call: Step) -> Tensor:
-        """Attention (n, H, Q, E) of the n sequences of a part, group by group."""
+        """Attention (n, H, Q, E) of the n sequences of a sub-batch, group by group."""
         if self.groups[0].heads is None:
             return policies[0].attend(call)
         grouped = call.q.unflatten(1, (call.k.shape[1], -1))
@@ -221,37 +221,37 @@ class PolicyLayer(CacheLayerMixin):
         return out.flatten(1, 2)
 
     def _join(self, spans: Spans) -> None:
-        """Put the sequences that have a new token into one part: each has one."""
+        """Join the sequences that have a new token into one sub-batch: each has one."""
         new = {row for row, (begin, end) in enumerate(spans) if begin < end}
-        joined: list[_Part] = []
-        apart: list[_Part] = []
-        for part in self._parts:
-            for parts, wanted in ((joined, True), (apart, False)):
-                places = [place for place, row in enumerate(part.rows) if (row in new) == wanted]
-                if len(places) == len(part.rows):
-                    parts.append(part)
+        joined: list[_SubBatch] = []
+        apart: list[_SubBatch] = []
+        for batch in self._batches:
+            for batches, wanted in ((joined, True), (apart, False)):
+                places = [place for place, row in enumerate(batch.rows) if (row in new) == wanted]
+                if len(places) == len(batch.rows):
+                    batches.append(batch)
                 elif places:
-                    parts.append(part.select(places))
-        self._parts = (*_joined(joined), *apart)
+                    batches.append(batch.select(places))
+        self._batches = (*_joined(joined), *apart)
 
     def _split(self, spans: Spans) -> None:
-        """Split parts whose sequences have unlike new tokens, or unlike lengths before them."""
-        parts = []
-        for part in self._parts:
+        """Split sub-batches whose sequences differ in new tokens, or in lengths before them."""
+        batches = []
+        for batch in self._batches:
             alike: dict[Any, list[int]] = {}
-            for place, row in enumerate(part.rows):
+            for place, row in enumerate(batch.rows):
                 begin, end = spans[row]
                 span = (begin, end) if begin < end else (0, 0)
-                lengths = [(policy.seen[place], policy.kept[place]) for policy in part.policies]
+                lengths = [(policy.seen[place], policy.kept[place]) for policy in batch.policies]
                 alike.setdefault((span, *lengths), []).append(place)
             if len(alike) == 1:
-                parts.append(part)
+                batches.append(batch)
             else:
-                parts.extend(part.select(places) for places in alike.values())
-        self._parts = tuple(parts)
+                batches.extend(batch.select(places) for places in alike.values())
+        self._batches = tuple(batches)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Sizes as if all was kept: all layers of a model share a mask, which is never made."""
+        """Sizes as if nothing was dropped: all layers share a mask, which is never made."""
         return self._slots + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -269,7 +269,7 @@ class PolicyLayer(CacheLayerMixin):
         """True if crop() can take back the last slot."""
         if self._draft is not None or self._slots == 0:
             return True
-        return _keep(self._parts, self._slots, self._slots - 1)
+        return _keep(self._batches, self._slots, self._slots - 1)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -`tokens_to_remove` slots.
@@ -292,10 +292,10 @@ class PolicyLayer(CacheLayerMixin):
         if left == 0 and removed:
             self._start()
             return
-        if removed and not _keep(self._parts, self._slots, left):
+        if removed and not _keep(self._batches, self._slots, left):
             draft = self._draft
             before = self._slots - (draft.call.length if draft else 0)
-            if draft is None or (left < before and not _keep(draft.parts, before, left)):
+            if draft is None or (left < before and not _keep(draft.batches, before, left)):
                 raise HeadwiseError(self._why_not_crop(removed))
             self._repeat(draft, max(left - before, 0))
         self._draft = None
@@ -311,14 +311,14 @@ class PolicyLayer(CacheLayerMixin):
     def _repeat(self, draft: _Draft, length: int) -> None:
         """Return to the state before the last call, and serve its first `length` slots."""
         self._slots += length - draft.call.length
-        self._parts = draft.parts
+        self._batches = draft.batches
         self._runs = draft.runs
         if length:
             spans = [(min(begin, length), min(end, length)) for begin, end in draft.spans]
             self._take(draft.call.slots(0, length), spans)
 
     def _why_not_crop(self, count: int) -> str:
-        if len(self._parts) > 1 or self.policies[0].seen != (self._slots,) * len(self._runs):
+        if len(self._batches) > 1 or self.policies[0].seen != (self._slots,) * len(self._runs):
             return f"cannot take {count} slots back from a batch with padding"
         return (
             f"cannot take {count} tokens back: the cache has dropped others since; call "
@@ -333,40 +333,42 @@ class PolicyLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = sum(len(part.rows) for part in self._parts)
+        rows = sum(len(batch.rows) for batch in self._batches)
         self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences, each as often as it is named."""
         self._draft = None
-        places = {row: (part, place) for part in self._parts for place, row in enumerate(part.rows)}
-        wanted: dict[int, tuple[_Part, list[int], list[int]]] = {}
+        places = {
+            row: (batch, place) for batch in self._batches for place, row in enumerate(batch.rows)
+        }
+        wanted: dict[int, tuple[_SubBatch, list[int], list[int]]] = {}
         for new, row in enumerate(indices.tolist()):
-            part, place = places[row]
-            _, taken, rows = wanted.setdefault(id(part), (part, [], []))
+            batch, place = places[row]
+            _, taken, rows = wanted.setdefault(id(batch), (batch, [], []))
             taken.append(place)
             rows.append(new)
-        self._parts = tuple(
-            replace(part.select(taken), rows=tuple(rows)) for part, taken, rows in wanted.values()
+        self._batches = tuple(
+            replace(batch.select(taken), rows=tuple(rows)) for batch, taken, rows in wanted.values()
         )
         self._runs = [list(self._runs[row]) for row in indices.tolist()]
 
 
-def _joined(parts: Sequence[_Part]) -> tuple[_Part, ...]:
-    """One part with the sequences of all, in the order of the batch; none of none."""
-    if len(parts) < 2:
-        return tuple(parts)
-    rows = sorted(row for part in parts for row in part.rows)
-    places = [[rows.index(row) for row in part.rows] for part in parts]
-    groups = zip(*(part.policies for part in parts), strict=True)
-    return (_Part(tuple(rows), tuple(Policy.join(policies, places) for policies in groups)),)
+def _joined(batches: Sequence[_SubBatch]) -> tuple[_SubBatch, ...]:
+    """One sub-batch with the sequences of all, in the order of the batch; none of none."""
+    if len(batches) < 2:
+        return tuple(batches)
+    rows = sorted(row for batch in batches for row in batch.rows)
+    places = [[rows.index(row) for row in batch.rows] for batch in batches]
+    groups = zip(*(batch.policies for batch in batches), strict=True)
+    return (_SubBatch(tuple(rows), tuple(Policy.join(policies, places) for policies in groups)),)
 
 
-def _keep(parts: Sequence[_Part], slots: int, left: int) -> bool:
+def _keep(batches: Sequence[_SubBatch], slots: int, left: int) -> bool:
     """True if no policy has dropped tokens since the first `left` slots, which have no padding."""
-    return len(parts) == 1 and all(
+    return len(batches) == 1 and all(
         seen == slots and settled <= left
-        for policy in parts[0].policies
+        for policy in batches[0].policies
         for seen, settled in zip(policy.seen, policy.settled, strict=True)
     )
 

@@ -1,4 +1,4 @@
-"""Makes the cache that an artifact's decode and kv_cache sections ask for.
+"""Makes the cache for an artifact's decode and kv_cache sections.
 
 transformers is imported where it is used.
 """
@@ -47,9 +47,9 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cache:
-    """Make an empty cache; see Headwise.new_cache.
+    """Make an empty cache; see LoadedArtifact.new_cache.
 
-    Layers that neither section speaks of grow, or slide as transformers' own do.
+    Layers that neither section names grow, or slide as those of transformers do.
 
     Raises:
         HeadwiseError: `offload` is unknown, or a section does not fit the model.
@@ -57,30 +57,32 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     from transformers import DynamicCache
 
     if offload not in OFFLOADS:
-        raise HeadwiseError(f"unknown offload {offload!r}; known: {', '.join(OFFLOADS)}")
+        raise HeadwiseError(f"offload must be one of {', '.join(OFFLOADS)}, got {offload!r}")
     modules = attention_layers(model)
     decode = None
-    kept = None
+    section = None
     if artifact is not None:
         check_sections(artifact, modules)
         decode = artifact.decode
-        kept = artifact.kv_cache
+        section = artifact.kv_cache
     cache = DynamicCache(config=text_config(model))
     if decode is None:
-        made = _growing_layers(_plain_layers(cache, modules))
+        layers = _growing_layers(_plain_layers(cache, modules))
     else:
+        plain = _plain_layers(cache, modules)
+        _check_filter_layers(decode.omnikv, plain, modules)
         # A bank is for keys, not for latents.
-        keyed = {number: m for number, m in modules.items() if not caches_latents(m)}
-        made = _omnikv_layers(decode.omnikv, _plain_layers(cache, keyed), offload)
-    if kept is not None:
-        made |= policy_layers(kept, model, modules, choosing=decode is not None)
-    for number, layer in made.items():
+        keyed = {number for number in plain if not caches_latents(modules[number])}
+        layers = _omnikv_layers(decode.omnikv, plain, keyed, offload)
+    if section is not None:
+        layers |= policy_layers(section, model, modules, has_decode=decode is not None)
+    for number, layer in layers.items():
         cache.layers[number] = layer
     return cache
 
 
 def _plain_layers(cache: Cache, modules: dict[int, nn.Module]) -> dict[int, torch.device]:
-    """Devices of the layers whose cache grows and nothing else: those that ours can replace."""
+    """Devices of the layers with a plain growing cache, which ours can replace."""
     from transformers.cache_utils import DynamicLayer
 
     plain = {}
@@ -98,23 +100,45 @@ def _growing_layers(plain: dict[int, torch.device]) -> dict[int, CacheLayerMixin
     return {number: GrowingLayer() for number in plain}
 
 
+def _check_filter_layers(
+    section: artifacts.OmniKV, plain: dict[int, torch.device], modules: dict[int, nn.Module]
+) -> None:
+    """Raise HeadwiseError for a filter layer whose cache cannot keep scores of earlier queries."""
+    if section.selector == "last":
+        return
+    for number in section.filter_layers:
+        if number not in plain:
+            raise HeadwiseError(
+                f"decode.omnikv.selector must be 'last', got {section.selector!r}: filter layer "
+                f"{number} ({type(modules[number]).__name__}) caches more than its keys and values"
+            )
+
+
 def _omnikv_layers(
-    section: artifacts.OmniKV, plain: dict[int, torch.device], offload: str
+    section: artifacts.OmniKV, plain: dict[int, torch.device], keyed: set[int], offload: str
 ) -> dict[int, CacheLayerMixin]:
-    """Make the cache layers of a decode section, with a bank for each filter layer and device."""
+    """Make the cache layers of a decode section, with a bank for each filter layer and device.
+
+    Args:
+        section: the decode section.
+        plain: devices of the layers with a plain growing cache.
+        keyed: those of them that cache keys and values, which a bank can hold.
+        offload: as in make_cache.
+    """
     from runtime.caches.growing import FilterLayer
 
     roles = roles_of(section, plain)
     layers = _growing_layers(plain)
     keep = section.budget if isinstance(section.budget, int) else 0
     served: dict[int, list[list[BankedLayer]]] = {}
-    for (chooser, _), numbers in _offloaded(roles, plain, offload).items():
+    devices = {number: device for number, device in plain.items() if number in keyed}
+    for (filter_layer, _), numbers in _offloaded(roles, devices, offload).items():
         members = _banked_layers(len(numbers), keep)
-        served.setdefault(chooser, []).append(members)
+        served.setdefault(filter_layer, []).append(members)
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:
-        if roles[number].filters:
-            layers[number] = FilterLayer(section.window, served.get(number, ()))
+        if roles[number].is_filter:
+            layers[number] = FilterLayer(number, section.window, served.get(number, ()))
     return layers
 
 
@@ -124,10 +148,10 @@ def _offloaded(
     """Layers whose keys and values go to a bank, by their filter layer and device."""
     groups: dict[tuple[int, torch.device], list[int]] = {}
     for number, device in plain.items():
-        chooser = roles[number].filter
+        filter_layer = roles[number].served_by
         packed = offload == "packed" or (offload == "auto" and device.type == "cuda")
-        if chooser is not None and packed:
-            groups.setdefault((chooser, device), []).append(number)
+        if filter_layer is not None and packed:
+            groups.setdefault((filter_layer, device), []).append(number)
     return groups
 
 
@@ -142,7 +166,7 @@ def check_cache_layers(model: nn.Module, modules: dict[int, nn.Module]) -> None:
     """Check that transformers caches keys and values alone in the layers that policies serve.
 
     Raises:
-        HeadwiseError: a layer caches more than keys and values of its own, or none.
+        HeadwiseError: a layer has no cache, or caches something else than its keys and values.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -156,20 +180,19 @@ def check_cache_layers(model: nn.Module, modules: dict[int, nn.Module]) -> None:
         if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
             name = "no cache" if kind is None else kind.__name__
             raise HeadwiseError(
-                f"layer {number} ({type(module).__name__}) has {name} in transformers, not a cache "
-                f"of its own keys and values alone: the kv_cache section cannot serve it"
+                f"layer {number} ({type(module).__name__}) has {name} in transformers: the "
+                f"kv_cache section serves only caches of a layer's own keys and values"
             )
 
 
 def policy_layers(
-    section: KVCache, model: nn.Module, modules: dict[int, nn.Module], *, choosing: bool
+    section: KVCache, model: nn.Module, modules: dict[int, nn.Module], *, has_decode: bool
 ) -> dict[int, CacheLayerMixin]:
     """Make the cache layers by number: policies where layers see every token, rolling buffers where
     they slide. Other layers keep transformers' own.
 
     Args:
-        choosing: the artifact has a decode section, which has caches of its own for layers that are
-            full.
+        has_decode: the artifact has a decode section, whose caches serve the full layers.
 
     Raises:
         HeadwiseError: the model computes with keys between cache and attention; positions cannot be
@@ -177,9 +200,9 @@ def policy_layers(
     """
     from runtime.caches.layer import KVHeads, PolicyLayer
 
-    known = rehearsed(model)
-    if known is not None and known.failure is not None:
-        raise HeadwiseError(known.failure)
+    rehearsal = rehearsed(model)
+    if rehearsal is not None and rehearsal.failure is not None:
+        raise HeadwiseError(rehearsal.failure)
     kinds = layer_kinds(modules)
     layers: dict[int, CacheLayerMixin] = {}
     for number, module in modules.items():
@@ -192,7 +215,7 @@ def policy_layers(
         row = section.layers[number]
         assert row is not None
         names = (row,) if isinstance(row, str) else row
-        if choosing and all(section.policies[name].kind == "full" for name in names):
+        if has_decode and all(section.policies[name].kind == "full" for name in names):
             continue
         groups = []
         for name in dict.fromkeys(names):

@@ -22,7 +22,7 @@ from kernels.decode import decode_attention
 from kernels.dense import dense_attention
 from runtime.allocator import in_huge_pages
 
-# Headroom for new tokens in new memory: at least so many, and a fraction of what is needed now.
+# Headroom for new tokens in new memory: a minimum, and a fraction of the current size.
 _HEADROOM = 256
 _FRACTION = 8
 # Rounding error of a fraction's product: 0.1 of 30 tokens are 3, not 4.
@@ -40,7 +40,7 @@ def tokens(budget: int | float, seen: int) -> int:
 
 
 def with_headroom(needed: int) -> int:
-    """Size of new memory for `needed` tokens: enough headroom to make the copy worth it."""
+    """Size of new memory for `needed` tokens, with headroom so that copies are rare."""
     return needed + max(_HEADROOM, needed // _FRACTION)
 
 
@@ -129,16 +129,16 @@ class Policy(ABC):
     """Keys and values of some KV heads, for the sequences of a batch.
 
     A policy is a subclass with one rule, in `attend`: take in the call's tokens (`_add`), attend to
-    what is kept, drop the rest (`_keep`). A call of one token is of sequences of any lengths
+    the cached ones, drop the rest (`_keep`). A call of one token has sequences of any lengths
     (`_ends`); in a call of more tokens all sequences have seen and kept equally many. It may also
-    give
+    override
     - `maker`, if it is made of more than its record,
-    - `size`, if it can say better how much memory it needs,
-    - `snapshot`, if `attend` overwrites tokens that are kept,
-    - `why_not_in_vllm`, if vLLM serves it (runtime.vllm.keep lists how).
-    Batches of unlike lengths, beams, drafts and KV heads of unlike policies are PolicyLayer's.
-    A new policy also stands in POLICIES (runtime.caches.make) and in the list of the conformance
-    suite (tests/conformance/test_cache_policies.py).
+    - `size`, if it knows better how much memory it needs,
+    - `snapshot`, if `attend` overwrites cached tokens,
+    - `why_not_in_vllm`, if vLLM serves it (see runtime.vllm.paged_policies).
+    PolicyLayer handles batches of different lengths, beams, drafts, and KV heads with different
+    policies. Add a new policy to POLICIES (runtime.caches.make) and to the conformance suite
+    (tests/conformance/test_cache_policies.py).
 
     Every tensor is an attribute (B, G, slots, ...) that exists from the first token on: rows are
     selected, bytes counted and tokens dropped by this. No step may copy all of them.
@@ -178,7 +178,7 @@ class Policy(ABC):
 
     @abstractmethod
     def attend(self, call: Step) -> Tensor:
-        """Take in the call's tokens and attend to what is kept: (B, H, Q, E)."""
+        """Take in the call's tokens and attend to the cached ones: (B, H, Q, E)."""
 
     def size(self, needed: int) -> int:
         """Size of new memory, in tokens, where `needed` tokens are kept."""
@@ -265,14 +265,14 @@ class Policy(ABC):
 
     def _keep(self, slots: Tensor) -> None:
         """Keep the tokens in slots (B, G, n), in new memory: that of all others is freed."""
-        kept = slots.shape[2]
-        self.kept = (kept,) * len(self.seen)
+        count = slots.shape[2]
+        self.kept = (count,) * len(self.seen)
         for name, tensor in self.tensors().items():
             index = slots
             if tensor.dim() == 4:
                 index = slots[..., None].expand(-1, -1, -1, tensor.shape[3])
             rows = tensor.gather(2, index)
-            setattr(self, name, grown(rows, kept, kept + 1, self.size(kept)))
+            setattr(self, name, grown(rows, count, count + 1, self.size(count)))
         self.settled = self.seen
 
 

@@ -1,4 +1,4 @@
-"""One forward of a few tokens, which shows what a model does with the keys that it caches.
+"""A forward of a few tokens, which shows how a model uses the keys that it caches.
 
 Shapes: B batch, G KV heads, D head dim.
 """
@@ -17,7 +17,7 @@ from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from runtime.caches.policy import Full
 from runtime.layers import attention_layers, layer_kinds, text_config
-from runtime.standin import MisfitError, UnreadableError
+from runtime.lazy import MisfitError, UnreadableError
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -29,7 +29,7 @@ _TOKENS = 4
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of the forward. Each token is a sequence by itself: it sees nothing but itself.
+    """Result of the forward. Each token is a sequence of length one and sees only itself.
 
     Attributes:
         keys: (2 x tokens, G, 1, D) of each layer: of the tokens at the first position, then of the
@@ -49,7 +49,7 @@ _plain: weakref.WeakKeyDictionary[nn.Module, Rehearsal] = weakref.WeakKeyDiction
 
 
 def rehearsed(model: nn.Module) -> Rehearsal | None:
-    """What rehearse() found; None before it, and if the forward failed for another reason."""
+    """Result of rehearse(); None before it, and if the forward failed for another reason."""
     result = _applied.get(model)
     if result is None or (result.failure is not None and not result.misfit):
         return None
@@ -91,7 +91,7 @@ def rehearse(model: PreTrainedModel) -> None:
 
 
 def keys_at_two_positions(model: PreTrainedModel) -> Rehearsal:
-    """What rehearse() found or, if no artifact was applied yet, the keys in transformers' cache."""
+    """Result of rehearse(); before any artifact was applied, the keys of transformers' cache."""
     from transformers import DynamicCache
 
     result = rehearsed(model) or _plain.get(model)
@@ -113,7 +113,7 @@ def _failed(model: PreTrainedModel, error: Exception) -> Rehearsal:
     try:
         _forward(model, None)
     except Exception:
-        # The model wants more than tokens, or is not ready to be called.
+        # The model needs other inputs than tokens, or is not ready to be called.
         return Rehearsal(failure=f"a forward of a few tokens failed: {reason}")
     return Rehearsal(
         failure=f"{type(model).__name__} cannot be called with such a cache: {reason}", misfit=True

@@ -1,11 +1,11 @@
-"""Rotates keys and queries on to other positions, as the model's own rotary embedding does.
+"""Rotates keys and queries to other positions with the model's own rotary embedding.
 
-Rotations add up: what was rotated to position p and then by d is at p + d (RoFormer, section
+Rotations add up: a vector rotated to position p and then by d is at p + d (RoFormer, section
 3.2.2).
 
 Models differ in which embedding a layer has, how much of a head it rotates, which part, and which
-elements form a pair. None of this is read from the model's code. One forward gives the keys of the
-same tokens at two positions: a layer's rotation is the one that takes the first to the second.
+elements form a pair. None of this is read from the model's code. One forward computes the keys of
+the same tokens at two positions: a layer's rotation is the one that maps the first to the second.
 
 Shapes: B batch, H heads, n tokens, D head dim, R rotated elements of a head.
 """
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from artifacts import HeadwiseError
 from kernels.copies import on_device
 from runtime.caches.rehearsal import POSITIONS, keys_at_two_positions
+from runtime.layers import layer_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +45,7 @@ class Rotation:
         rotary: the model's module, (x, position_ids) -> cosines and sines, or complex numbers.
         options: its other arguments.
         axes: how many positions a token has (3 in models with images), all the same; 0 for one.
-        repeated: "halves" or "neighbors" where the module gives each pair's angle twice.
+        repeated: "halves" or "neighbors" if the module returns each pair's angle twice.
         interleaved: neighbors form a pair; else an element of the first half and one of the second.
         last: the rotated part is the end of a head, else its beginning.
         sign: -1 where the model rotates backwards.
@@ -58,7 +59,7 @@ class Rotation:
     last: bool = False
     sign: int = 1
     # Of the last positions of sequences: all layers of a step ask for the same.
-    _known: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _cached: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def shift(self, x: Tensor, by: tuple[int, ...] | Tensor) -> Tensor:
         """Rotate tokens (B, H, n, D) on by some positions, which may be negative.
@@ -69,7 +70,7 @@ class Rotation:
         if isinstance(by, Tensor):
             cos, sin = self._shifts(by[None])
         else:
-            cos, sin = self._known_shifts(by, x.device)
+            cos, sin = self._cached_shifts(by, x.device)
         size = 2 * cos.shape[-1]
         if self.last:
             rotated = slice(x.shape[-1] - size, None)
@@ -88,18 +89,18 @@ class Rotation:
             result[..., rotated] = torch.cat(turned, dim=-1).to(x.dtype)
         return result
 
-    def _known_shifts(self, by: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        found = self._known.get((by, device))
-        if found is None:
+    def _cached_shifts(self, by: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        angles = self._cached.get((by, device))
+        if angles is None:
             if len(by) == 1:
                 # Neither waits for the device.
                 positions = torch.full((1, 1), by[0], dtype=torch.long, device=device)
             else:
                 positions = on_device(by, device)[:, None]
-            found = self._shifts(positions)
-            self._known.clear()
-            self._known[by, device] = found
-        return found
+            angles = self._shifts(positions)
+            self._cached.clear()
+            self._cached[by, device] = angles
+        return angles
 
     def _shifts(self, by: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, 1, n, R / 2), without an embedding's factor: keys have it."""
@@ -120,18 +121,17 @@ class Rotation:
         if self.axes:
             positions = positions.expand(self.axes, -1, -1)
         x = torch.zeros(1, dtype=torch.float32, device=positions.device)
-        made = self.rotary(x, positions, **self.options)
-        if isinstance(made, Tensor):
-            return made.real, made.imag
-        cos, sin = made
+        angles = self.rotary(x, positions, **self.options)
+        if isinstance(angles, Tensor):
+            return angles.real, angles.imag
+        cos, sin = angles
         if cos.dim() == 4:
             return cos[0], sin[0]
         return cos, sin
 
 
-# Rotations found, by model and layer: None for a layer that does not rotate, or the reason why none
-# fits.
-_found: weakref.WeakKeyDictionary[nn.Module, dict[int, Rotation | str | None]] = (
+# Rotations by model and layer: None for a layer that does not rotate, or the reason why none fits.
+_rotations: weakref.WeakKeyDictionary[nn.Module, dict[int, Rotation | str | None]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -145,8 +145,8 @@ def rotation_of(model: PreTrainedModel, module: nn.Module) -> Rotation | None:
         HeadwiseError: the layer has no rotation by the position alone.
     """
     number = cast(int, module.layer_idx)
-    known = _found.setdefault(model, {})
-    if number not in known:
+    rotations = _rotations.setdefault(model, {})
+    if number not in rotations:
         candidates = list(_candidates(model, module))
         reason = _unfit(candidates, module)
         if reason is None:
@@ -154,8 +154,8 @@ def rotation_of(model: PreTrainedModel, module: nn.Module) -> Rotation | None:
             reason = rehearsal.failure
         if reason is not None:
             raise _refused(model, reason)
-        known[number] = _fitting(candidates, rehearsal.keys, number, known)
-    result = known[number]
+        rotations[number] = _fitting(candidates, rehearsal.keys, number, rotations)
+    result = rotations[number]
     if isinstance(result, str):
         raise _refused(model, result)
     return result
@@ -173,7 +173,7 @@ def _candidates(model: nn.Module, module: nn.Module) -> Iterator[Rotation]:
 
     One that takes a type of layer is a candidate with each, the layer's own first.
     """
-    own = _layer_type(module)
+    own = _type_of(module)
     kinds = [own, *dict.fromkeys(getattr(module.config, "layer_types", None) or ())]
     name = next(name for name, part in model.named_modules() if part is module)
     while True:
@@ -192,12 +192,10 @@ def _candidates(model: nn.Module, module: nn.Module) -> Iterator[Rotation]:
         name = name.rpartition(".")[0]
 
 
-def _layer_type(module: nn.Module) -> str | None:
-    kinds = getattr(module.config, "layer_types", None)
-    if kinds:
-        kind: str = kinds[module.layer_idx]
-        return kind
-    return getattr(module, "layer_type", None)
+def _type_of(module: nn.Module) -> str | None:
+    """Type of a layer as its rotary embedding takes it."""
+    number = cast(int, module.layer_idx)
+    return layer_type(module.config, number) or getattr(module, "layer_type", None)
 
 
 def _unfit(candidates: list[Rotation], module: nn.Module) -> str | None:
@@ -207,7 +205,7 @@ def _unfit(candidates: list[Rotation], module: nn.Module) -> str | None:
     for candidate in candidates:
         kind = getattr(candidate.rotary, "rope_type", "default")
         if isinstance(kind, dict):
-            kind = kind.get(_layer_type(module), "default")
+            kind = kind.get(_type_of(module), "default")
         if kind in _BY_LENGTH:
             return f"its rotary embedding of type {kind!r} changes with the length"
     return None
@@ -217,7 +215,7 @@ def _fitting(
     candidates: list[Rotation],
     keys: dict[int, Tensor],
     number: int,
-    known: dict[int, Rotation | str | None],
+    rotations: dict[int, Rotation | str | None],
 ) -> Rotation | str | None:
     """The candidate that takes a layer's keys from one position to the other.
 
@@ -225,8 +223,7 @@ def _fitting(
         candidates: rotary embeddings of the models around the layer.
         keys: those of the rehearsal, by layer.
         number: number of the layer.
-        known: rotations of other layers, of which one is taken if it is the same; a string is a
-            reason.
+        rotations: those of other layers, of which an equal one is reused; a string is a reason.
     """
     if all(_error(None, each) <= _limit(each) for each in keys.values()):
         return "its keys do not depend on position_ids"
@@ -239,14 +236,14 @@ def _fitting(
     if not errors[best] <= _limit(own):
         return f"the keys of layer {number} are not rotated by their position alone"
     result = options[best]
-    for other in known.values():
+    for other in rotations.values():
         if isinstance(other, Rotation) and result is not None and _same(result, other):
             return other
     return result
 
 
 def _variants(candidate: Rotation, keys: Tensor) -> Iterator[Rotation]:
-    """A rotary embedding with each way to lay out what it rotates."""
+    """A rotary embedding with each layout of the rotated elements."""
     positions = torch.tensor([POSITIONS], dtype=torch.long, device=keys.device)
     for axes in (0, 3):
         with_axes = replace(candidate, axes=axes)
@@ -284,7 +281,7 @@ def _limit(keys: Tensor) -> float:
     return _CLOSE if keys.dtype in (torch.float32, torch.float64) else _CLOSE_HALF
 
 
-def _same(one: Rotation, other: Rotation) -> bool:
-    ours, theirs = vars(one).copy(), vars(other).copy()
-    del ours["_known"], theirs["_known"]
+def _same(first: Rotation, second: Rotation) -> bool:
+    ours, theirs = vars(first).copy(), vars(second).copy()
+    del ours["_cached"], theirs["_cached"]
     return ours == theirs

@@ -33,8 +33,8 @@ def votes_of(
 ) -> Tensor:
     """Attention of the window's queries to each earlier key, averaged over neighbours.
 
-    q (B, H, W, D), k (B, G, n, D), v (B, G, n, E) -> (B, G, n - W). Zeros stand beyond the ends;
-    the window's own keys are no neighbours.
+    q (B, H, W, D), k (B, G, n, D), v (B, G, n, E) -> (B, G, n - W). The ends are padded with zeros;
+    the window's own keys are no neighbors.
     """
     result = decode_attention(q, k, v, scale=scale, softcap=softcap, scores="sum", backend=backend)
     assert result.scores is not None
@@ -42,10 +42,10 @@ def votes_of(
     return torch.nn.functional.avg_pool1d(scores, record.pool, stride=1, padding=record.pool // 2)
 
 
-def elect(votes: Tensor, kept: int, window: int) -> Tensor:
-    """Rows (B, G, kept), ascending: those with most votes (B, G, n - W), and the window's own."""
+def elect(votes: Tensor, count: int, window: int) -> Tensor:
+    """Rows (B, G, count), ascending: those with most votes (B, G, n - W), and the window's own."""
     earlier = votes.shape[2]
-    best = votes.topk(kept - window, dim=2).indices.sort(dim=2).values
+    best = votes.topk(count - window, dim=2).indices.sort(dim=2).values
     own = torch.arange(earlier, earlier + window, device=votes.device)
     return torch.cat([best, own.expand(*best.shape[:2], -1)], dim=2)
 
@@ -54,9 +54,9 @@ class SnapKV(Policy):
     """Tokens elected by a prompt's last `window` queries, those queries' own, and all generated.
 
     A call of at least `window` tokens, more than one, is a prompt or a chunk of one; a shorter one
-    is generated text and is kept. After a prompt everything kept before it, replies too, stands for
-    election with it, and `budget` tokens are left, a fraction being of all tokens so far: in a
-    conversation the prompt is all that was said.
+    is generated text and is kept. After a prompt, `budget` tokens are selected from it and from all
+    tokens cached before it, replies too. A budget that is a fraction is of all tokens so far: in a
+    conversation the whole text is the prompt.
     """
 
     record: artifacts.SnapKV
@@ -77,9 +77,9 @@ class SnapKV(Policy):
         else:
             out = call.attend(call.q, keys, values)[0]
         held = self.kept[0]
-        kept = left_of(self.record, held, self.seen[0])
-        if call.length >= self.record.window and kept < held:
-            self._keep(elect(self._votes(call), kept, self.record.window))
+        count = left_of(self.record, held, self.seen[0])
+        if call.length >= self.record.window and count < held:
+            self._keep(elect(self._votes(call), count, self.record.window))
         return out
 
     def _votes(self, call: Step) -> Tensor:

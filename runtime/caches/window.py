@@ -2,8 +2,8 @@
 
 The window's slots are a ring: token i lies in slot sinks + (i - sinks) mod window, and a new one
 overwrites the oldest (Mistral 7B, section 2). With positions counted inside the cache
-(StreamingLLM, section 3.2) a query stands at most sinks + window - 1 after the first sink. Tokens
-of the window keep their distances, so only sinks are rotated again.
+(StreamingLLM, section 3.2) a query is at most sinks + window - 1 positions after the first sink.
+Tokens of the window keep their distances, so only sinks are rotated again.
 
 Shapes: B batch, H query heads, G KV heads, Q new tokens, s sinks, W window, D head dim, E value
 dim.
@@ -62,7 +62,7 @@ class Window(Policy):
             return None
         return (
             f"positions is {record.positions!r}, and vLLM rotates keys "
-            f"before they are kept: use 'original'"
+            f"before it caches them: use 'original'"
         )
 
     def attend(self, call: Step) -> Tensor:

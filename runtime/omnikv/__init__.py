@@ -1,1 +1,1 @@
-"""Decode with chosen tokens (OmniKV), and the context bank in CPU memory."""
+"""Decode with selected tokens (OmniKV), and the context bank in CPU memory."""

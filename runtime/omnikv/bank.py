@@ -1,10 +1,10 @@
-"""Context bank: keys and values of sparse layers in CPU memory, of which chosen ones are fetched.
+"""Context bank: keys and values of sparse layers in CPU memory; selected tokens are fetched.
 
 OmniKV, section 4.2. A token's row holds, for one layer, the key and the value of one KV head after
 another: fetching a token is one copy. Rows are in pages, so that growing copies nothing.
 
 Shapes: L layers, P tokens of a page, B batch, G KV heads, Q new tokens, K tokens in all, D head
-dim, E value dim, R = G * (D + E) numbers in a row, n tokens, C chosen tokens, S slots on the
+dim, E value dim, R = G * (D + E) numbers in a row, n tokens, C selected tokens, S slots on the
 device, N fetched rows.
 """
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from kernels.index import PAD
-from runtime.omnikv.lane import Lane
-from runtime.standin import StandIn
+from runtime.lazy import LazyTensor
+from runtime.omnikv.copy_engine import CopyEngine
 
-# A page holds at least so many tokens, and a fraction of the whole: few pages, little unused.
-_LEAST = 256
+# A page holds a minimum of tokens, and a fraction of the total: few pages, little unused.
+_MIN_TOKENS = 256
 _FRACTION = 16
 _EMPTY = -1
 
@@ -58,20 +58,20 @@ class Row(NamedTuple):
 
 
 class Bank:
-    """Rows of the layers that one filter layer serves on one device, and slots for chosen ones.
+    """Rows of the layers that one filter layer serves on one device, and slots for selected ones.
 
-    In a decode step the chosen rows of all layers are fetched at once into slots on the device.
-    Rows that the step before chose, too, stay where they are, so slots are in no order; the new
-    tokens stand behind those of the longest sequence, in order, so that few queries at once stay
+    In a decode step the selected rows of all layers are fetched at once into slots on the device.
+    Rows that the previous step also selected stay in place, so slots are in no order. The new
+    tokens follow those of the longest sequence, in order, so that a few queries at once stay
     causal.
 
     Attributes:
         layers: number of layers.
-        keep: a layer of so many tokens stays on the device.
+        keep: a layer of up to `keep` tokens stays on the device.
     """
 
     row: Row
-    lane: Lane
+    copy_engine: CopyEngine
 
     def __init__(self, layers: int, keep: int) -> None:
         self.layers = layers
@@ -79,7 +79,7 @@ class Bank:
         self._clear()
 
     def _clear(self) -> None:
-        # 0 until the first layer came, which leads where a call concerns the whole bank.
+        # 0 before the first layer, which leads if a call concerns the whole bank.
         self.batch = 0
         self.leader: int | None = None
         # (L, P, B, R) each.
@@ -88,16 +88,16 @@ class Bank:
         self.slots: Tensor | None = None
         # (B, S) on the host: the token in each slot of each sequence.
         self._held: Tensor | None = None
-        # Number of keys when a step chose, and a function that waits for the rows and returns how
-        # many each sequence has, (B,).
-        self._chosen: tuple[int, Callable[[], Tensor]] | None = None
+        # Number of keys of the step with the latest selection, and a function that waits for its
+        # rows and returns the number of rows of each sequence, (B,).
+        self._fetch: tuple[int, Callable[[], Tensor]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._settle()
         new = memo[id(self)] = copy.copy(self)
         if self.batch:
-            self.lane.arrived()
-            new.lane = copy.deepcopy(self.lane, memo)
+            self.copy_engine.synchronize()
+            new.copy_engine = copy.deepcopy(self.copy_engine, memo)
         with torch.inference_mode(False):
             new.pages = [
                 torch.empty_like(page, pin_memory=page.is_pinned()).copy_(page)
@@ -115,29 +115,31 @@ class Bank:
     @property
     def nbytes(self) -> int:
         """Bytes of CPU memory allocated, headroom and staging memory included."""
-        memories = [*self.pages, self.lane.buffer] if self.batch else []
+        memories = [*self.pages, self.copy_engine.buffer] if self.batch else []
         return sum(memory.untyped_storage().nbytes() for memory in memories)
 
     def takes(self, k: Tensor, v: Tensor) -> bool:
         """True if the bank holds layers like this one: the first layer decides."""
         row = Row(k.shape[1], k.shape[3], v.shape[3], k.dtype)
         if not self.batch:
-            self.row, self.batch, self.lane = row, k.shape[0], Lane(k.device)
-        return (row, k.device, k.shape[0]) == (self.row, self.lane.device, self.batch)
+            self.row, self.batch, self.copy_engine = row, k.shape[0], CopyEngine(k.device)
+        return (row, k.device, k.shape[0]) == (self.row, self.copy_engine.device, self.batch)
 
-    def append(self, layer: int, past: int, k: Tensor, v: Tensor) -> Offload:
+    def append(self, layer: int, past: int, k: Tensor, v: Tensor) -> BankedKV:
         """Append new keys (B, G, Q, D) and values to the `past` tokens of a layer."""
         if self.leader is None:
             self.leader = layer
         rows = self.row.pack(k, v)
         self._reserve(past + rows.shape[0])
         for page, first, here in self._span(past, past + rows.shape[0]):
-            self.lane.send(page[layer, here], rows[first - past :][: here.stop - here.start])
-        return Offload(self, layer, past, rows)
+            self.copy_engine.write(
+                page[layer, here], rows[first - past :][: here.stop - here.start]
+            )
+        return BankedKV(self, layer, past, rows)
 
-    def read(self, call: Offload) -> Tensor:
+    def read(self, call: BankedKV) -> Tensor:
         """Copy the rows (K, B, R) of all tokens of a layer in a call to the device."""
-        self.lane.follow()
+        self.copy_engine.wait_writes()
         whole = call.rows.new_empty(call.past + call.rows.shape[0], *call.rows.shape[1:])
         for page, first, here in self._span(0, call.past):
             whole[first:][: here.stop - here.start].copy_(page[call.layer, here], non_blocking=True)
@@ -145,9 +147,9 @@ class Bank:
         return whole
 
     def fetch(self, tokens: Tensor, past: int) -> None:
-        """Start fetching the chosen tokens (B, C) int32, ascending and padded, before `past`.
+        """Start fetching the selected tokens (B, C) int32, ascending and padded, before `past`.
 
-        Returns at once where there is a GPU; `attended` waits.
+        With a GPU this returns at once; `attended` waits.
         """
         self._settle()
         width = tokens.shape[-1]
@@ -159,53 +161,58 @@ class Bank:
                 size = width + width // 8
             shape = (self.layers, size, self.batch, self.row.width)
             with torch.inference_mode(False):
-                self.slots = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
+                self.slots = torch.empty(
+                    shape, dtype=self.row.dtype, device=self.copy_engine.device
+                )
                 self._held = torch.full((self.batch, size), _EMPTY, dtype=torch.long)
         slots = self.slots
         held = self._held
         assert held is not None
 
         def gather(tokens: Tensor) -> Tensor:
-            chosen = tokens.long()
-            counts = (chosen < past).sum(1)
+            selected = tokens.long()
+            counts = (selected < past).sum(1)
             # If this fails, the content of the slots is unknown.
             after = held.clone()
             held.fill_(_EMPTY)
-            sequences, wanted, places = replaced(after, chosen, counts)
+            sequences, wanted, places = replaced(after, selected, counts)
             if wanted.numel():
                 self._deliver(torch.arange(self.layers), sequences, wanted, places, slots)
             held.copy_(after)
             return counts
 
-        self._chosen = past, self.lane.start(tokens, gather)
+        self._fetch = past, self.copy_engine.start(tokens, gather)
 
-    def attended(self, call: Offload) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Keys and values that a layer attends to in a call: its chosen past, then its new rows.
+    def attended(self, call: BankedKV) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Keys and values that a layer attends to in a call: its selected past, then its new rows.
 
-        Keys (B, G, C, D), values (B, G, C, E) and, where sequences differ in length, the valid ones
-        (B, C) int32, ascending and padded. None where nothing was chosen for this length.
+        Returns:
+            Keys (B, G, C, D), values (B, G, C, E) and, if sequences differ in length, the valid
+            ones (B, C) int32, ascending and padded. None if no tokens were selected for this
+            length.
         """
-        if self._chosen is None or self._chosen[0] != call.past:
+        if self._fetch is None or self._fetch[0] != call.past:
             return None
-        counts = self._chosen[1]()
+        counts = self._fetch[1]()
         new = call.rows.shape[0]
         assert self.slots is not None
-        most = int(counts.max())
+        longest = int(counts.max())
         slots = self.slots[call.layer]
-        slots[most : most + new] = call.rows
-        k, v = self.row.unpack(slots[: most + new].to(call.rows.dtype))
-        if int(counts.min()) == most:
+        slots[longest : longest + new] = call.rows
+        k, v = self.row.unpack(slots[: longest + new].to(call.rows.dtype))
+        if int(counts.min()) == longest:
             return k, v, None
-        place = torch.arange(most + new, dtype=torch.int32)
-        read = torch.where((place < counts[:, None]) | (place >= most), place, PAD).sort(-1).values
+        place = torch.arange(longest + new, dtype=torch.int32)
+        valid = (place < counts[:, None]) | (place >= longest)
+        read = torch.where(valid, place, PAD).sort(-1).values
         return k, v, read.to(slots.device, non_blocking=True)
 
-    def chosen(self, call: Offload, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def selected(self, call: BankedKV, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, G, n + Q, D) and values of past tokens (B, n) of a layer, then of new ones."""
         self._settle()
         batch, count = tokens.shape
         shape = (count, batch, self.row.width)
-        rows = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
+        rows = torch.empty(shape, dtype=self.row.dtype, device=self.copy_engine.device)
         layer = torch.tensor([call.layer], dtype=torch.long)
         sequences = torch.arange(batch).repeat_interleave(count)
         places = torch.arange(count).repeat(batch)
@@ -213,7 +220,7 @@ class Bank:
         def gather(tokens: Tensor) -> None:
             self._deliver(layer, sequences, tokens.flatten(), places, rows[None])
 
-        self.lane.start(tokens, gather)()
+        self.copy_engine.start(tokens, gather)()
         return self.row.unpack(torch.cat([rows.to(call.rows.dtype), call.rows]))
 
     def crop(self, length: int) -> None:
@@ -226,7 +233,7 @@ class Bank:
         """Make sequence b what sequences[b] was, with `length` tokens of each layer."""
         self._settle()
         sequences = sequences.cpu().long()
-        self.lane.arrived()
+        self.copy_engine.synchronize()
         old = self.pages
         first = 0
         with torch.inference_mode(False), torch.no_grad():
@@ -235,38 +242,39 @@ class Bank:
                 self.pages = []
                 self._reserve(length)
             for page in old:
-                chosen = page[:, : max(length - first, 0)].index_select(2, sequences)
-                for target, at, here in self._span(first, first + chosen.shape[1]):
-                    target[:, here] = chosen[:, at - first :][:, : here.stop - here.start]
+                rows = page[:, : max(length - first, 0)].index_select(2, sequences)
+                for target, at, here in self._span(first, first + rows.shape[1]):
+                    target[:, here] = rows[:, at - first :][:, : here.stop - here.start]
                 first += page.shape[1]
             if self.slots is not None and self._held is not None:
                 self.slots = self.slots.index_select(2, sequences.to(self.slots.device))
                 self._held = self._held.index_select(0, sequences)
 
     def clear(self) -> None:
-        """Forget everything and give the memory back."""
+        """Drop all tokens and free the memory."""
         self._settle()
         if self.batch:
-            self.lane.arrived()
+            self.copy_engine.synchronize()
         self._clear()
 
     def _settle(self) -> None:
-        """Wait for a fetch under way and drop its choice."""
-        chosen = self._chosen
-        self._chosen = None
-        if chosen is not None:
-            chosen[1]()
+        """Wait for a running fetch and drop its selection."""
+        fetch = self._fetch
+        self._fetch = None
+        if fetch is not None:
+            fetch[1]()
 
     def _reserve(self, length: int) -> None:
         """Allocate pages for `length` tokens."""
         token = self.layers * self.batch * self.row.width * self.row.dtype.itemsize
         while (missing := length - sum(page.shape[1] for page in self.pages)) > 0:
-            least = max(_LEAST * token, sum(page.nbytes for page in self.pages) // _FRACTION)
+            total = sum(page.nbytes for page in self.pages)
+            minimum = max(_MIN_TOKENS * token, total // _FRACTION)
             # Pinned memory is allocated in powers of two: the missing part is made of several.
-            nbytes = max(1 << ((missing * token).bit_length() - 1), 1 << (least - 1).bit_length())
+            nbytes = max(1 << ((missing * token).bit_length() - 1), 1 << (minimum - 1).bit_length())
             tokens = nbytes // token
             with torch.inference_mode(False):
-                page = self.lane.memory(nbytes)[: tokens * token].view(self.row.dtype)
+                page = self.copy_engine.memory(nbytes)[: tokens * token].view(self.row.dtype)
             self.pages.append(page.view(self.layers, tokens, self.batch, self.row.width))
 
     def _span(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, slice]]:
@@ -287,7 +295,7 @@ class Bank:
         sequences = sequences[by_token]
         tokens = tokens[by_token]
         places = places[by_token]
-        # Rows of one layer alone have slots of their own.
+        # The slots hold one layer, or all layers of the bank.
         if slots.shape[0] > 1:
             to = layers
         else:
@@ -295,8 +303,10 @@ class Bank:
         targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
         cuts = torch.searchsorted(tokens, torch.tensor(bounds, dtype=torch.long)).tolist()
-        self.lane.arrived()
-        staged = self.lane.staging(layers.numel() * tokens.numel(), self.row.width, self.row.dtype)
+        self.copy_engine.synchronize()
+        staged = self.copy_engine.staging(
+            layers.numel() * tokens.numel(), self.row.width, self.row.dtype
+        )
         order = []
         for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
             if hi > lo:
@@ -305,41 +315,41 @@ class Bank:
                 out = staged[layers.numel() * lo : layers.numel() * hi]
                 torch.index_select(page.view(-1, self.row.width), 0, lines.flatten(), out=out)
                 order.append(targets[:, lo:hi].flatten())
-        self.lane.deliver(staged, slots.view(-1, self.row.width), torch.cat(order))
+        self.copy_engine.deliver(staged, slots.view(-1, self.row.width), torch.cat(order))
 
 
-def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give each chosen token a slot, the same one if it has one already.
+def replaced(held: Tensor, selected: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Assign a slot to each selected token; a token that has one keeps it.
 
     Slots 0 to counts[i] - 1 are then taken.
 
     Args:
         held: (B, S) the token in each slot, -1 for none; on return the one after the fetch.
-        chosen: (B, C) tokens, ascending, of which the first counts[i] are wanted.
+        selected: (B, C) tokens, ascending, of which the first counts[i] are wanted.
         counts: (B,).
 
     Returns:
         Sequence, token and slot of each row that must be fetched, (N,) each.
     """
     slot = torch.arange(held.shape[1])
-    entry = torch.arange(chosen.shape[1])
+    entry = torch.arange(selected.shape[1])
     used = slot < counts[:, None]
     wanted = entry < counts[:, None]
-    at = torch.searchsorted(chosen, held).clamp_(max=chosen.shape[1] - 1)
-    stays = used & (chosen.gather(1, at) == held)
+    at = torch.searchsorted(selected, held).clamp_(max=selected.shape[1] - 1)
+    stays = used & (selected.gather(1, at) == held)
     # One extra column takes the slots that do not stay.
     missing = torch.nn.functional.pad(wanted, (0, 1))
-    missing.scatter_(1, torch.where(stays, at, chosen.shape[1]), False)
+    missing.scatter_(1, torch.where(stays, at, selected.shape[1]), False)
     missing = missing[:, :-1]
     free = used & ~stays
     sequences, places = free.nonzero(as_tuple=True)
-    tokens = chosen[missing]
+    tokens = selected[missing]
     held.masked_fill_(~stays, _EMPTY)
     held[sequences, places] = tokens
     return sequences, tokens, places
 
 
-class Offload:
+class BankedKV:
     """Keys and values of a layer in a call: past in the bank, new rows (Q, B, R) on the device."""
 
     def __init__(self, bank: Bank, layer: int, past: int, rows: Tensor) -> None:
@@ -356,29 +366,29 @@ class Offload:
         return self._whole
 
 
-class OffloadedTensor(StandIn):
+class OffloadedTensor(LazyTensor):
     """Keys (B, G, K, D) or values (B, G, K, E) on the device, without memory until they are read.
 
-    Code that reads one as a tensor gets all of it, fetched once a call; Headwise's attention asks
-    for chosen tokens alone.
+    Code that reads one as a tensor gets all of it, fetched once a call; Headwise's attention
+    fetches only selected tokens.
     """
 
-    offload: Offload
+    banked: BankedKV
     _which: int
 
     @staticmethod
-    def __new__(cls, offload: Offload, which: int) -> OffloadedTensor:
-        row = offload.bank.row
-        new, batch, _ = offload.rows.shape
-        shape = (batch, row.heads, offload.past + new, (row.k_dim, row.v_dim)[which])
-        tensor = cls.of(shape, offload.rows.dtype, offload.rows.device)
-        tensor.offload = offload
+    def __new__(cls, banked: BankedKV, which: int) -> OffloadedTensor:
+        row = banked.bank.row
+        new, batch, _ = banked.rows.shape
+        shape = (batch, row.heads, banked.past + new, (row.k_dim, row.v_dim)[which])
+        tensor = cls.of(shape, banked.rows.dtype, banked.rows.device)
+        tensor.banked = banked
         tensor._which = which
         return tensor
 
     def read(self) -> Tensor:
         """Fetch all of it as a plain tensor."""
-        return self.offload.read()[self._which]
+        return self.banked.read()[self._which]
 
 
 def fetched(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Chunks of a prompt that see only the chosen part of their past (OmniKV-prefill).
+"""Chunks of a prompt that see only the selected part of their past (OmniKV-prefill).
 
 OmniKV, appendix D.10.
 
-Shapes: B batch, H query heads, G KV heads, Q tokens of the chunk, K tokens in all, n chosen of the
-K - Q before it, D head dim, E value dim.
+Shapes: B batch, H query heads, G KV heads, Q tokens of the chunk, K tokens in all, n selected of
+the K - Q before it, D head dim, E value dim.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from runtime.omnikv.bank import OffloadedTensor
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
-    """A filter layer's choice among the `before` tokens before a chunk.
+class ChunkSelection:
+    """A filter layer's selection among the `before` tokens before a chunk.
 
     Attributes:
-        tokens: (B, n) int64, the last counts[b] of row b, ascending; those before are any.
+        tokens: (B, n) int64, the last counts[b] of row b, ascending; the entries before are unused.
         firsts: the first real token of each sequence.
     """
 
@@ -38,9 +38,9 @@ class Past:
 
     @classmethod
     def of(
-        cls, scores: Tensor, most: int, q_len: int, firsts: Sequence[int], starts: Tensor | None
+        cls, scores: Tensor, width: int, q_len: int, firsts: Sequence[int], starts: Tensor | None
     ) -> Self:
-        """Choose the best tokens, at most `most`, by scores (B, K - Q) of a past.
+        """Select the best tokens, at most `width`, by scores (B, K - Q) of a past.
 
         Sequence b starts at token firsts[b]; starts (B,) holds the same on the device, None where
         all start at the first.
@@ -49,18 +49,18 @@ class Past:
         if starts is not None:
             padding = torch.arange(past, device=scores.device) < starts[:, None]
             scores.masked_fill_(padding, float("-inf"))
-        tokens = top_k_indices(scores[:, None], [most], [None], forced=0)[:, 0].long()
-        counts = tuple(max(min(most, past - first), 0) for first in firsts)
-        if min(counts) < most:
+        tokens = top_k_indices(scores[:, None], [width], [None], forced=0)[:, 0].long()
+        counts = tuple(max(min(width, past - first), 0) for first in firsts)
+        if min(counts) < width:
             missing = torch.tensor(
-                [most - count for count in counts], device=tokens.device, dtype=torch.long
+                [width - count for count in counts], device=tokens.device, dtype=torch.long
             )
-            column = torch.arange(most, device=tokens.device) - missing[:, None]
+            column = torch.arange(width, device=tokens.device) - missing[:, None]
             tokens = tokens.gather(1, column.clamp_(min=0))
         return cls(q_len, past, tokens.clamp_(max=past - 1), counts, tuple(firsts))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Causal attention of a chunk to the chosen past and to itself.
+        """Causal attention of a chunk to the selected past and to itself.
 
         Args:
             q: (B, H, Q, D).
@@ -74,26 +74,26 @@ class Past:
         # The filter layer may lie on another device.
         tokens = self.tokens.to(q.device, non_blocking=True)
         if isinstance(k, OffloadedTensor):
-            k, v = k.offload.bank.chosen(k.offload, tokens)
+            k, v = k.banked.bank.selected(k.banked, tokens)
         else:
             k = self._gathered(k, tokens)
             v = self._gathered(v, tokens)
         return dense_attention(q, k, v, ragged=self._ragged(), **options)[0]
 
     def _gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Chosen rows and the chunk's own (B, G, n + Q, ...) of states (B, G, K, ...)."""
+        """Selected rows and the chunk's own (B, G, n + Q, ...) of states (B, G, K, ...)."""
         index = tokens[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
         return torch.cat([states.gather(2, index), states[:, :, self.before :]], dim=2)
 
     def _ragged(self) -> Ragged | None:
-        """Ranges of each sequence's chosen tokens and chunk; None where all are equally long."""
-        most = self.tokens.shape[1]
-        if min(self.counts) == most:
+        """Ranges of each sequence's selected tokens and chunk; None if all are equally long."""
+        width = self.tokens.shape[1]
+        if min(self.counts) == width:
             return None
         ranges = []
         for row, (first, count) in enumerate(zip(self.firsts, self.counts, strict=True)):
             padded = min(max(first - self.before, 0), self.q_len)
             real = self.q_len - padded
             if real:
-                ranges.append((row, padded, real, most - count + padded, count + real))
+                ranges.append((row, padded, real, width - count + padded, count + real))
         return Ragged.from_sequences(ranges)

@@ -1,9 +1,9 @@
-"""Attention with chosen tokens: filter layers attend to everything, sparse layers to their choice.
+"""Attention to selected tokens: filter layers attend to all and select, sparse layers read those.
 
 OmniKV (Hao et al., ICLR 2025), sections 4.1 and 4.2. Selection covers generated tokens as well as
 the prompt's.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen tokens, D head
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C selected tokens, D head
 dim, E value dim.
 """
 
@@ -20,24 +20,25 @@ from torch import Tensor
 import artifacts
 from kernels.decode import MAX_QUERIES, decode_attention
 from runtime.omnikv.bank import OffloadedTensor, fetched
-from runtime.omnikv.chunks import Past
-from runtime.omnikv.select import Role, Selector, filter_cache
+from runtime.omnikv.chunks import ChunkSelection
+from runtime.omnikv.select import Role, Selector
+from runtime.omnikv.session import FilterCache
 
 
 class _Step(threading.local):
-    """Choices of the filter layers in this thread, by layer."""
+    """Selections of the filter layers in this thread, by layer."""
 
     def __init__(self) -> None:
         # In the latest step: the number of keys, and the tokens.
-        self.chosen: dict[int, tuple[int, Tensor]] = {}
+        self.tokens: dict[int, tuple[int, Tensor]] = {}
         # For the latest chunk of a prompt.
-        self.pasts: dict[int, Past] = {}
+        self.selections: dict[int, ChunkSelection] = {}
 
 
 class OmniKV(Selector):
     """An artifact's decode section at work on the full-attention layers of a transformers model.
 
-    In all methods q is (B, H, Q, D), k (B, G, K, D) and v (B, G, K, E), or stand-ins of a bank;
+    In all methods q is (B, H, Q, D), k (B, G, K, D) and v (B, G, K, E), or lazy tensors of a bank;
     sequence b starts at key starts[b].
     """
 
@@ -49,7 +50,7 @@ class OmniKV(Selector):
         self._step = _Step()
 
     def serves(self, q: Tensor, k: Tensor) -> bool:
-        """True for decode that gains from choosing: few queries, more keys than the budget."""
+        """True for decode by selected tokens: a few queries, more keys than the budget."""
         return q.shape[2] <= MAX_QUERIES and k.shape[2] > self.count(k.shape[2])
 
     def attend(
@@ -59,6 +60,7 @@ class OmniKV(Selector):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        cache: FilterCache | None,
         *,
         starts: Tensor | None,
         scale: float | None,
@@ -66,28 +68,38 @@ class OmniKV(Selector):
     ) -> Tensor | None:
         """Attention of one layer in a decode step: (B, H, Q, E).
 
-        None where no filter layer has chosen in this step.
+        None if no filter layer has selected tokens in this step.
+
+        Args:
+            layer: its number.
+            role: its role.
+            q: queries.
+            k: keys.
+            v: values.
+            cache: that of a filter layer, None for any cache that is not of new_cache().
+            starts: see OmniKV.
+            scale: of the logits.
+            softcap: of the logits, or None.
         """
         tokens = None
         k_len = k.shape[2]
-        chosen = self._step.chosen
-        # A step that fails in here leaves no choice behind that another request could take for its
-        # own.
-        chosen.pop(layer, None)
-        if role.filter is not None and isinstance(k, OffloadedTensor):
-            attended = k.offload.bank.attended(k.offload)
+        selected = self._step.tokens
+        # A step that fails below must leave no selection that another request could use.
+        selected.pop(layer, None)
+        if role.served_by is not None and isinstance(k, OffloadedTensor):
+            attended = k.banked.bank.attended(k.banked)
             if attended is None:
                 return None
-            # Chosen tokens only: no padding, and not all in order.
+            # Selected tokens only: no padding, and not all in order.
             k, v, tokens = attended
             starts = None
-        elif role.filter is not None:
-            if role.filter not in chosen or chosen[role.filter][0] != k_len:
+        elif role.served_by is not None:
+            if role.served_by not in selected or selected[role.served_by][0] != k_len:
                 return None
             # The filter layer may lie on another device.
-            tokens = chosen[role.filter][1].to(q.device, non_blocking=True)
+            tokens = selected[role.served_by][1].to(q.device, non_blocking=True)
         # A key's score is its largest probability (OmniKV, 4.1).
-        scores: Literal["max", "none"] = "max" if role.filters else "none"
+        scores: Literal["max", "none"] = "max" if role.is_filter else "none"
         result = decode_attention(
             q,
             fetched(k),
@@ -100,12 +112,11 @@ class OmniKV(Selector):
             backend=self.backend,
         )
         if result.scores is not None:
-            tokens = self.choose(self.of_all_heads(result.scores), q.shape[2], starts, k)
-            chosen[layer] = k_len, tokens
-            self.reads.add(layer, tokens)
-            cache = filter_cache(k)
+            tokens = self.select_tokens(self.of_all_heads(result.scores), q.shape[2], starts, cache)
+            selected[layer] = k_len, tokens
+            self.stats.add(layer, tokens)
             if cache is not None:
-                cache.chose(tokens, k_len - q.shape[2])
+                cache.fetch(tokens, k_len - q.shape[2])
         return result.out
 
     def attend_chunk(
@@ -123,7 +134,7 @@ class OmniKV(Selector):
     ) -> Tensor | None:
         """Attention of one layer for a chunk of a prompt: (B, H, Q, E).
 
-        None where the chunk sees all of its past.
+        None if the chunk sees all of its past.
 
         Args:
             layer: its number.
@@ -132,8 +143,7 @@ class OmniKV(Selector):
             k: keys.
             v: values.
             firsts: `starts` on the host; the latter is None where all start at the first key.
-            backend: of the chunk's own attention; choosing, of a few queries, goes by the
-                section's.
+            backend: of the chunk's own attention; scores of a few queries use the section's.
             starts: see OmniKV.
             options: scale and softcap.
         """
@@ -142,32 +152,35 @@ class OmniKV(Selector):
         past = k.shape[2] - q_len
         if ratio is None:
             return None
-        most = ceil(ratio * q_len)
-        if most >= past:
+        count = ceil(ratio * q_len)
+        if count >= past:
             return None
-        pasts = self._step.pasts
-        pasts.pop(layer, None)
-        if role.filters:
-            # The chunk's last queries choose.
+        selections = self._step.selections
+        selections.pop(layer, None)
+        if role.is_filter:
+            # The chunk's last queries select.
             queries = q[:, :, -min(self.section.window, MAX_QUERIES, q_len) :]
             scores = self._scores(queries, fetched(k), starts=starts, **options)[:, :, :past]
-            pasts[layer] = Past.of(self.of_all_heads(scores), most, q_len, firsts, starts)
-        if role.filter is None:
-            chosen = None
-        else:
-            chosen = pasts.get(role.filter)
-        if chosen is None or (chosen.q_len, chosen.before) != (q_len, past):
+            selections[layer] = ChunkSelection.of(
+                self.of_all_heads(scores), count, q_len, firsts, starts
+            )
+        if role.served_by is None:
             return None
-        return chosen.attend(q, k, v, backend=backend, **options)
+        selection = selections.get(role.served_by)
+        if selection is None or (selection.q_len, selection.before) != (q_len, past):
+            return None
+        return selection.attend(q, k, v, backend=backend, **options)
 
-    def after_prefill(self, role: Role, q: Tensor, k: Tensor, **options: Any) -> None:
-        """Show a filter layer's selector the last queries of a prefill, each from its own position.
+    def after_prefill(self, cache: FilterCache, q: Tensor, k: Tensor, **options: Any) -> None:
+        """Add the scores of a prefill's last queries, each from its own position, to a cache.
 
         Args:
-            options: starts, scale and softcap, as attend has them.
+            cache: that of the filter layer.
+            q: queries.
+            k: keys.
+            options: starts, scale and softcap, as in attend.
         """
-        cache = filter_cache(k)
-        if self.section.selector == "last" or not role.filters or cache is None:
+        if self.section.selector == "last":
             return
         k_len = k.shape[2]
         last = min(self.section.window - 1, q.shape[2])
@@ -177,7 +190,7 @@ class OmniKV(Selector):
             cache.remember(self.of_all_heads(scores))
 
     def _scores(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
-        """Largest probability (B, G, K) that queries give to each key."""
+        """Largest probability (B, G, K) of each key over the queries."""
         result = decode_attention(q, k, k, scores="max", backend=self.backend, **options)
         assert result.scores is not None
         return result.scores

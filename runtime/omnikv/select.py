@@ -1,8 +1,8 @@
-"""Selection: the role of each layer in decode, and the tokens that filter layers choose.
+"""Selection: the role of each layer in decode, and the tokens that filter layers select.
 
-OmniKV (Hao et al., ICLR 2025), section 4.1. All heads of a filter layer choose together.
+OmniKV (Hao et al., ICLR 2025), section 4.1. All heads of a filter layer select together.
 
-Shapes: B batch, G KV heads, Q query length, K key length, C chosen tokens.
+Shapes: B batch, G KV heads, Q query length, K key length, C selected tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 import artifacts
 from kernels.index import PAD
 from kernels.topk import top_k_indices
+from runtime.omnikv.session import FilterCache
 
 # Weights of the selector "exponential" halve from a query to the one before it.
 _DECAY = 0.5
@@ -29,12 +30,12 @@ class Role:
     """Role of a full-attention layer in decode: filter layer, served by one, or neither.
 
     Attributes:
-        filters: it chooses tokens.
-        filter: the layer that chooses for it. With neither it attends to every token.
+        is_filter: it selects tokens.
+        served_by: the filter layer that selects for it. With neither it attends to every token.
     """
 
-    filters: bool = False
-    filter: int | None = None
+    is_filter: bool = False
+    served_by: int | None = None
 
 
 def roles_of(section: artifacts.OmniKV, layers: Iterable[int]) -> dict[int, Role]:
@@ -44,18 +45,18 @@ def roles_of(section: artifacts.OmniKV, layers: Iterable[int]) -> dict[int, Role
     }
 
 
-class Reads:
-    """Counter of the tokens that each filter layer chose; adding waits for no device."""
+class SelectionStats:
+    """Counter of the tokens that each filter layer selected; adding waits for no device."""
 
     def __init__(self) -> None:
-        # (2,) int64 each: chosen tokens, and sequences that chose.
+        # (2,) int64 each: selected tokens, and sequences.
         self._sums: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
-    def add(self, layer: int, chosen: Tensor) -> None:
-        """Add a step in which a filter layer chose tokens (B, C)."""
-        valid = chosen != PAD
-        new = torch.stack([valid.sum(), valid.new_ones(len(chosen)).sum()])
+    def add(self, layer: int, tokens: Tensor) -> None:
+        """Add a step in which a filter layer selected tokens (B, C)."""
+        valid = tokens != PAD
+        new = torch.stack([valid.sum(), valid.new_ones(len(tokens)).sum()])
         with self._lock:
             if layer not in self._sums:
                 # A later step may or may not run in inference mode.
@@ -68,19 +69,18 @@ class Reads:
         with self._lock:
             sums = {layer: both.tolist() for layer, both in self._sums.items()}
         means = {layer: count / steps for layer, (count, steps) in sums.items() if steps}
-        read = [means[role.filter] for role in roles.values() if role.filter in means]
+        read = [means[role.served_by] for role in roles.values() if role.served_by in means]
         if read:
             return sum(read) / len(read)
         return None
 
 
 class Selector:
-    """Filter layers' choice of tokens by an artifact's decode section.
+    """Selection of tokens by the filter layers of an artifact's decode section.
 
     Attributes:
-        group: the processes that share the heads of a layer, which choose alike: by the scores of
-            all.
-        reads: tokens chosen so far.
+        group: the processes that share the heads of a layer; all select by the scores of all.
+        stats: tokens selected so far.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class Selector:
         self.section = section
         self.group = group
         self.roles = roles_of(section, layers)
-        self.reads = Reads()
+        self.stats = SelectionStats()
 
     @property
     def tokens_read(self) -> float | None:
         """Mean tokens that a sparse layer read in a step; None before any. Waits for a GPU."""
-        return self.reads.mean(self.roles)
+        return self.stats.mean(self.roles)
 
     def count(self, k_len: int) -> int:
         """Tokens that a sparse layer attends to, of `k_len`."""
@@ -103,14 +103,17 @@ class Selector:
             return budget
         return max(1, ceil(budget * k_len))
 
-    def choose(self, scores: Tensor, q_len: int, starts: Tensor | None, keys: Tensor) -> Tensor:
-        """Tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves.
+    def select_tokens(
+        self, scores: Tensor, q_len: int, starts: Tensor | None, cache: FilterCache | None
+    ) -> Tensor:
+        """Return tokens (B, C) int32, ascending and padded, for the layers of a filter layer.
 
         Args:
             scores: (B, K) of all heads, which are written to.
-            keys: as the layer's cache returned them. Sequence b starts at key starts[b].
+            q_len: queries of the step, the last tokens.
+            starts: (B,) first key of each sequence; None where all start at the first.
+            cache: the layer's cache; without one the last query selects alone.
         """
-        cache = filter_cache(keys)
         if self.section.selector != "last" and cache is not None:
             rows = cache.remember(scores)
             weights = torch.ones(rows.shape[1], device=rows.device, dtype=torch.float32)
@@ -125,17 +128,19 @@ class Selector:
         newest = torch.arange(k_len - q_len, k_len, device=scores.device)[None]
         return _best(scores, newest, max(self.count(k_len), q_len))
 
-    def choose_each(self, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1) -> Tensor:
+    def select_tokens_each(
+        self, scores: Tensor, ends: Tensor, width: int, *, q_len: int = 1
+    ) -> Tensor:
         """Tokens (B, C) int32, ascending and padded, by the scores of this step alone.
 
-        For callers without a cache of ours. Nothing is read on the host, and no shape depends on
-        the values of `ends`.
+        For callers without a FilterLayer. Nothing is read on the host, and no shape depends on the
+        values of `ends`.
 
         Args:
             scores: (B, G, K) of the last `q_len` tokens of each sequence.
             ends: (B,) int32; sequence b ends before key ends[b]. One within its budget gets every
                 token.
-            most: C, at most K.
+            width: C, at most K.
         """
         scores = self.of_all_heads(scores)
         budget = self.section.budget
@@ -146,7 +151,7 @@ class Selector:
         counts.clamp_min_(q_len)
         back = torch.arange(q_len, 0, -1, device=ends.device)
         newest = (ends[:, None] - back).clamp_min_(0)
-        return _best(scores, newest, most, ends=ends, counts=counts)
+        return _best(scores, newest, width, ends=ends, counts=counts)
 
     def of_all_heads(self, scores: Tensor) -> Tensor:
         """Scores (B, K) of all KV heads, over all processes, from this process's (B, G, K)."""
@@ -161,24 +166,17 @@ class Selector:
 def _best(
     scores: Tensor,
     newest: Tensor,
-    most: int,
+    width: int,
     ends: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
     """Best tokens (B, C) int32, ascending and padded, by scores (B, K), which are written to.
 
     Args:
-        newest: (B or 1, Q) the tokens that ask: always among the best, since a query sees itself.
+        newest: (B or 1, Q) the tokens of the queries: always selected, since a query sees itself.
+        width: C.
         ends, counts: see top_k_indices.
     """
     scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
-    best = top_k_indices(scores[:, None], [most], [None], forced=0, ends=ends, counts=counts)
+    best = top_k_indices(scores[:, None], [width], [None], forced=0, ends=ends, counts=counts)
     return best[:, 0]
-
-
-def filter_cache(keys: Tensor) -> Any | None:
-    """Cache of the filter layer (FilterLayer) whose update() returned these keys, None if other."""
-    reference = getattr(keys, "headwise_cache", None)
-    if reference is None:
-        return None
-    return reference()

@@ -1,8 +1,8 @@
-"""The same artifact inside vLLM: a plugin that serves the layers an artifact speaks of.
+"""Plugin for vLLM that serves the layers named by an artifact.
 
     vllm serve MODEL --additional-config '{"headwise": "cfg.yaml"}'
 
-Importing this package imports neither vllm nor torch. docs/vllm.md says what is served.
+Importing this package imports neither vllm nor torch. docs/vllm.md lists the supported cases.
 """
 
 from __future__ import annotations

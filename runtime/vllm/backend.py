@@ -1,4 +1,4 @@
-"""Backends that vLLM gets by name: OnCPU over its CPU backend, OnGPU over its choice on a GPU.
+"""Backends that vLLM gets by name: OnCPU over its CPU backend, OnGPU over its default on a GPU.
 
 A class is made when vLLM asks for it, since its parent depends on the engine.
 """
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return sparse_backend(CPUAttentionBackend, name, "CPU_ATTN")
     if name == "OnGPU":
-        return sparse_backend(_chosen(), name, "CUSTOM")
+        return sparse_backend(_default_parent(), name, "CUSTOM")
     raise AttributeError(name)
 
 
@@ -84,8 +84,8 @@ def _serves() -> bool:
     return not makes_drafts(config)
 
 
-def _chosen() -> Any:
-    """Backend that vLLM would choose on this GPU; FlashAttention if our kernels cannot read it."""
+def _default_parent() -> Any:
+    """vLLM's default backend on this GPU; FlashAttention if our kernels cannot read its cache."""
     from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname

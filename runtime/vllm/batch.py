@@ -45,11 +45,11 @@ class Chunk(NamedTuple):
     def rows(self) -> slice:
         return slice(self.q_start, self.q_start + self.q_len)
 
-    def cut(self, most: int) -> Iterator[Chunk]:
-        """Split into chunks of at most `most` tokens."""
+    def cut(self, limit: int) -> Iterator[Chunk]:
+        """Split into chunks of at most `limit` tokens."""
         past = self.k_len - self.q_len
-        for begin in range(0, self.q_len, most):
-            end = min(begin + most, self.q_len)
+        for begin in range(0, self.q_len, limit):
+            end = min(begin + limit, self.q_len)
             start = self.q_start + begin
             yield self._replace(q_start=start, q_len=end - begin, k_len=past + end)
 
@@ -58,10 +58,11 @@ class Group(NamedTuple):
     """Requests with equally many new tokens, which are served in one launch.
 
     Attributes:
-        rows: their rows of the T. table (n, N) and ends (n,) int32: their pages and numbers of
-            keys.
-        k_len: upper bound of `ends`; None in a step that is captured to be replayed for others.
-        kept: tokens left in layers that drop some, by policy.
+        rows: their rows of the T.
+        table: (n, N) their pages.
+        ends: (n,) int32, their numbers of keys.
+        k_len: upper bound of `ends`; None in a step that is captured and replayed for others.
+        rows_read: tokens that layers under a policy read, by policy.
     """
 
     chunks: tuple[Chunk, ...]
@@ -70,7 +71,7 @@ class Group(NamedTuple):
     table: Tensor
     ends: Tensor
     k_len: int | None
-    kept: dict[Any, Tensor]
+    rows_read: dict[Any, Tensor]
 
     def pages(self, size: int) -> Tensor:
         """Block table up to the longest request, with pages of `size` tokens."""
@@ -78,10 +79,10 @@ class Group(NamedTuple):
             return self.table
         return self.table[:, : -(-self.k_len // size)]
 
-    def parts(self, most: int) -> Iterator[tuple[slice, Group]]:
-        """Split into groups of at most `most` of the n requests, with their range."""
-        for begin in range(0, len(self.ends), most):
-            part = slice(begin, min(begin + most, len(self.ends)))
+    def parts(self, limit: int) -> Iterator[tuple[slice, Group]]:
+        """Split into groups of at most `limit` of the n requests, with their range."""
+        for begin in range(0, len(self.ends), limit):
+            part = slice(begin, min(begin + limit, len(self.ends)))
             first = part.start * self.q_len
             last = part.stop * self.q_len
             if isinstance(self.rows, slice):
@@ -89,7 +90,7 @@ class Group(NamedTuple):
             else:
                 rows = self.rows[first:last]
             table = self.table[part]
-            yield part, self._replace(rows=rows, table=table, ends=self.ends[part], kept={})
+            yield part, self._replace(rows=rows, table=table, ends=self.ends[part], rows_read={})
 
 
 # Groups of requests with few new tokens, and longer chunks.
@@ -103,37 +104,37 @@ class Batch:
     Attributes:
         requests: all of them.
         sparse: chunks of prompts that patterns serve.
-        chosen: decode by chosen tokens.
+        decodes: groups that decode by selected tokens.
         lengths: (R,) int32 keys of each request, on the device; None where the chunks' own are
             exact.
-        captured: the step is to be replayed for other requests.
+        captured: the step will be replayed for other requests.
     """
 
     block_table: Tensor
     requests: tuple[Chunk, ...] = ()
     sparse: tuple[Chunk, ...] = ()
-    chosen: tuple[Group, ...] = ()
+    decodes: tuple[Group, ...] = ()
     lengths: Tensor | None = None
     captured: bool = False
     _rests: dict[Any, Rest] = field(default_factory=dict)
 
     @cached_property
     def generated(self) -> tuple[Group, ...]:
-        """Tokens after prompts of which a part is kept."""
+        """Groups of tokens after prompts that are cached in part."""
         generated = (chunk for chunk in self.requests if chunk.generated)
         return self.groups([part for chunk in generated for part in chunk.cut(MAX_QUERIES)])
 
-    def rest(self, served: Sequence[Chunk] = (), most: int = MAX_QUERIES) -> Rest:
-        """Requests neither served nor generated, made once for all layers alike.
+    def rest(self, served: Sequence[Chunk] = (), limit: int = MAX_QUERIES) -> Rest:
+        """Requests neither served nor generated, made once for equal layers.
 
-        Those of up to `most` new tokens are grouped.
+        Those of up to `limit` new tokens are grouped.
         """
-        key = most, *(chunk.q_start for chunk in served)
+        key = limit, *(chunk.q_start for chunk in served)
         if key not in self._rests:
             done = set(served)
             rest = [each for each in self.requests if each not in done and not each.generated]
-            groups = self.groups([chunk for chunk in rest if chunk.q_len <= most])
-            self._rests[key] = groups, [chunk for chunk in rest if chunk.q_len > most]
+            groups = self.groups([chunk for chunk in rest if chunk.q_len <= limit])
+            self._rests[key] = groups, [chunk for chunk in rest if chunk.q_len > limit]
         return self._rests[key]
 
     def groups(self, chunks: Sequence[Chunk]) -> tuple[Group, ...]:

@@ -57,11 +57,13 @@ class SparseBuilder(_Parent):
         engine.log(get_layers_from_vllm_config(vllm_config, Attention).values())
         modules = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         layers = [engine.of(module) for module in modules.values()]
-        keeps = [layer.keeps for layer in layers if layer.keeps is not None]
-        self._drops = bool(keeps)
-        self._splits_at_prompts = any(each.asks_prompts for each in keeps)
+        policies = [layer.policy for layer in layers if layer.policy is not None]
+        self._drops = bool(policies)
+        self._splits_at_prompts = any(each.asks_prompts for each in policies)
         # vLLM's host has upper bounds of lengths where drafts were verified.
-        self._exact = self._drops or (engine.chooser is not None and drafts_of(vllm_config) > 0)
+        self._exact = self._drops or (
+            engine.filter_decode is not None and drafts_of(vllm_config) > 0
+        )
         # True if the parent can read the pages of all layers of the group.
         self._readable = not self._drops and not any(layer.ours for layer in layers)
         self._owned = any(layer.owned for layer in layers)
@@ -69,16 +71,16 @@ class SparseBuilder(_Parent):
             engine.counting = engine.counting or self
         self._gets_prompts = engine.asks_prompts
         if self._gets_prompts:
-            # The only way to the lengths of prompts: vLLM hands them to builders for models with a
-            # window over what they generate (R-SWA). It reads this when a layer or a builder is
-            # made and when a step begins: no layer's attention changes.
+            # The only way to the lengths of prompts: vLLM passes them to builders for models with a
+            # window over generated tokens (R-SWA). It reads this when a layer or a builder is made
+            # and when a step begins: no layer's attention changes.
             vllm_config.model_config.model_arch_config.rswa_window = engine.longest
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """Support of the parent, without graphs of steps that depend on the host.
 
-        Decode over every key can be replayed, and decode by chosen tokens where each request has
+        Decode over every key can be replayed, and decode by selected tokens where each request has
         one new token.
         """
         from vllm.v1.attention.backend import AttentionCGSupport as Support
@@ -88,9 +90,9 @@ class SparseBuilder(_Parent):
         if engine is None:
             return parents
         ours = Support.UNIFORM_BATCH
-        if engine.chooser is not None:
+        if engine.filter_decode is not None:
             single = Support.UNIFORM_SINGLE_TOKEN_DECODE
-            ours = single if engine.chooser.captures else Support.NEVER
+            ours = single if engine.filter_decode.captures else Support.NEVER
         if engine.artifact.kv_cache is not None or drafts_of(vllm_config) >= MAX_QUERIES:
             ours = Support.NEVER
         return min(parents, ours, key=lambda support: support.value)
@@ -136,13 +138,13 @@ class SparseBuilder(_Parent):
             lengths=None if self._drops else common.seq_lens,
             captured=self._captured,
         )
-        gaining: list[Chunk] = []
+        over_budget: list[Chunk] = []
         reads: list[int] = []
-        if engine.chooser is not None:
-            batch.chosen, gaining = engine.chooser.groups(batch)
-            reads = [engine.chooser.reads(chunk) for chunk in gaining]
+        if engine.filter_decode is not None:
+            batch.decodes, over_budget = engine.filter_decode.groups(batch)
+            reads = [engine.filter_decode.reads(chunk) for chunk in over_budget]
         if engine.counting is self and not self._captured:
-            dense = set(prefills).difference(batch.sparse, gaining)
+            dense = set(prefills).difference(batch.sparse, over_budget)
             counts = [(SPARSE, chunk.q_len) for chunk in batch.sparse]
             counts += [(engine.dense or "short", chunk.q_len) for chunk in dense]
             engine.counters.step(counts, reads)

@@ -25,8 +25,8 @@ from runtime.fingerprint import compare, config_info
 from runtime.layers import section_faults, why_not_full
 from runtime.omnikv.select import Role, roles_of
 from runtime.vllm.counters import SPARSE
-from runtime.vllm.keep import Keeps, keeps_of, policies_of
 from runtime.vllm.options import KEY, Options
+from runtime.vllm.paged_policies import PagedPolicy, paged_policies, policies_of
 
 # docs/vllm.md has the same versions.
 TRIED = ("0.32.0", "0.33.0")
@@ -69,8 +69,8 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
         if section.prefill_ratio is not None:
             yield f"decode.omnikv.prefill_ratio must be null in vLLM, got {section.prefill_ratio}"
         if size > kv_heads:
-            most = f"at most {kv_heads} (KV heads) with a decode section"
-            yield f"--tensor-parallel-size must be {most}, got {size}"
+            limit = f"at most {kv_heads} (KV heads) with a decode section"
+            yield f"--tensor-parallel-size must be {limit}, got {size}"
     if heads % size or (kv_heads % size and size % kv_heads):
         sharded = f"{heads} query and {kv_heads} KV heads"
         yield f"--tensor-parallel-size: {sharded} do not divide among {size} processes"
@@ -97,16 +97,16 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         if (stages := parallel.pipeline_parallel_size) > 1:
             yield f"--pipeline-parallel-size must be 1 with a decode section, got {stages}"
         if getattr(parallel, "use_ubatching", False):
-            yield "batches in parts (--enable-dbo) are not served with a decode section"
+            yield "split batches (--enable-dbo) are not served with a decode section"
     size = int(parallel.tensor_parallel_size)
     yield from misfits(artifact, model.hf_config, model.hf_text_config, size)
-    keeps = keeps_of(artifact)
-    if model.rswa_window is not None and any(kept.asks_prompts for kept in keeps.values()):
+    policies = paged_policies(artifact)
+    if model.rswa_window is not None and any(policy.asks_prompts for policy in policies.values()):
         yield "kv_cache with snapkv is not served for a model that has a window over its replies"
-    if keeps and drafts == "draft_model":
+    if policies and drafts == "draft_model":
         # vLLM wants a draft model's layers in one group of its cache, and may spread them there.
         yield "speculative decoding by draft_model is not served where kv_cache drops tokens"
-    if keeps and config.kv_transfer_config is not None:
+    if policies and config.kv_transfer_config is not None:
         yield "--kv-transfer-config is not served where kv_cache drops tokens"
     device = config.device_config.device
     empty = torch.empty(1, 1, 1, artifact.model.head_dim, dtype=model.dtype, device=device)
@@ -115,10 +115,10 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         yield f"no prefill can be sparse here: {missing}"
 
 
-def why_dense(artifact: Artifact, layer: int, keeps: Keeps | None) -> str | None:
+def why_dense(artifact: Artifact, layer: int, policy: PagedPolicy | None) -> str | None:
     """Reason why by the artifact no prefill of a layer is sparse, None where it is."""
-    if keeps is not None and keeps.why_dense is not None:
-        return keeps.why_dense
+    if policy is not None and policy.why_dense is not None:
+        return policy.why_dense
     row = artifact.prefill.layers[layer]
     if row is None:
         return "left alone by the artifact"
@@ -128,16 +128,16 @@ def why_dense(artifact: Artifact, layer: int, keeps: Keeps | None) -> str | None
 
 
 def summary(
-    reasons: Mapping[str, str], keeps: Mapping[int, Keeps], roles: Mapping[int, Role]
+    reasons: Mapping[str, str], policies: Mapping[int, PagedPolicy], roles: Mapping[int, Role]
 ) -> list[str]:
     """Lines on layers: sparse, dense by reason, dropping tokens; and their roles in decode."""
     lines = [f"layers {reasons.get(SPARSE, 'none')} sparse"]
     lines += [f"layers {layers} dense: {why}" for why, layers in reasons.items() if why != SPARSE]
-    kept = grouped((layer, str(each)) for layer, each in keeps.items())
-    lines += [f"layers {layers} keep {text}" for text, layers in kept.items()]
+    texts = grouped((layer, str(each)) for layer, each in policies.items())
+    lines += [f"layers {layers} keep {text}" for text, layers in texts.items()]
     if roles:
-        filters = ranges(layer for layer, role in roles.items() if role.filters)
-        readers = ranges(layer for layer, role in roles.items() if role.filter is not None)
+        filters = ranges(layer for layer, role in roles.items() if role.is_filter)
+        readers = ranges(layer for layer, role in roles.items() if role.served_by is not None)
         lines.append(f"decode: layers {readers} read what layers {filters} choose")
     return lines
 
@@ -150,7 +150,7 @@ def reasons_by_layer(config: Any, count: int) -> dict[int, str | None]:
 
 
 def grouped(layers: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Numbers of layers by their text."""
+    """Group layer numbers by text."""
     groups: dict[str, list[int]] = {}
     for layer, text in layers:
         groups.setdefault(text, []).append(layer)
@@ -162,7 +162,7 @@ class Config:
     """Artifact, model, and processes over which its heads are sharded."""
 
     file: Path = shared(arguments.add_artifact, dest="file")
-    model: str = shared(arguments.add_model, "the model as vLLM is given it: a folder or a name")
+    model: str = shared(arguments.add_model, "the model, as passed to vLLM: a folder or a name")
     tensor_parallel_size: int = option(
         "over how many processes heads are sharded", default=1, within=at_least(1), metavar="N"
     )
@@ -185,9 +185,9 @@ def run(config: Config) -> Outcome:
     """
     options = Options(artifact=str(config.file.absolute()), point=config.point)
     artifact = options.load().artifact
-    given = {"artifact": options.artifact, "content_sha256": artifact.content_sha256}
+    fields = {"artifact": options.artifact, "content_sha256": artifact.content_sha256}
     if config.point is not None:
-        given["point"] = config.point
+        fields["point"] = config.point
     whole = _model_config(config.model)
     text = whole.get_text_config(decoder=True)
     size = config.tensor_parallel_size
@@ -198,19 +198,19 @@ def run(config: Config) -> Outcome:
         f"ok: vLLM would serve {config.model} by {config.file} from {below} tokens on",
         *_layers(artifact, text),
         *_notes(),
-        command(config.model, given, size),
+        command(config.model, fields, size),
     ]
     return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
 
 
 def _layers(artifact: Artifact, config: Any) -> list[str]:
     """Lines on the layers of a model, by the configuration of its language part."""
-    keeps = keeps_of(artifact)
+    policies = paged_policies(artifact)
     reasons = reasons_by_layer(config, artifact.model.num_layers)
     served = []
     for layer, not_full in reasons.items():
         if not_full is None:
-            why = why_dense(artifact, layer, keeps.get(layer))
+            why = why_dense(artifact, layer, policies.get(layer))
         else:
             why = f"it {not_full}"
         served.append((layer, why or SPARSE))
@@ -218,7 +218,7 @@ def _layers(artifact: Artifact, config: Any) -> list[str]:
     if artifact.decode is not None:
         full = [layer for layer, not_full in reasons.items() if not_full is None]
         roles = roles_of(artifact.decode.omnikv, full)
-    return summary(grouped(served), keeps, roles)
+    return summary(grouped(served), policies, roles)
 
 
 def command(model: str, options: Mapping[str, Any], size: int) -> str:
@@ -257,16 +257,16 @@ def _model_config(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or ["no reason given"]
+        lines = str(error).strip().splitlines() or ["no message"]
         where = f"the configuration of {shorten(model)} cannot be read"
         raise HeadwiseError(f"{where}: {lines[0]}") from None
 
 
 def parser() -> ArgumentParser:
     """Make the command line of headwise check."""
-    made = ArgumentParser(prog="headwise check", description=__doc__, epilog=_EPILOG)
-    add_arguments(made, Config)
-    return made
+    result = ArgumentParser(prog="headwise check", description=__doc__, epilog=_EPILOG)
+    add_arguments(result, Config)
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:

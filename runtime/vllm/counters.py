@@ -19,7 +19,7 @@ class Counters:
     """Counts that only grow. One thread serves."""
 
     def __init__(self) -> None:
-        # By section of the report and by what is counted there.
+        # By section of the report and by way of serving.
         self._counts: Counter[tuple[str, str]] = Counter()
         self._tokens_read = 0
         self._prefills = 0
@@ -29,7 +29,7 @@ class Counters:
 
     @property
     def tokens_read(self) -> float | None:
-        """Mean tokens that a request reads by chosen tokens; None before any."""
+        """Mean tokens that a request reads by selected tokens; None before any."""
         requests = self._counts["decode", "chosen"]
         if requests:
             return self._tokens_read / requests
@@ -40,7 +40,7 @@ class Counters:
 
         Args:
             prefills: ("sparse" or the reason why it is dense, tokens) of each prefill.
-            reads: tokens that each request reads which decodes by chosen tokens.
+            reads: tokens read by each request that decodes by selected tokens.
         """
         for served, tokens in prefills:
             self._prefills += 1
@@ -73,7 +73,7 @@ class Counters:
         """Counts by section and way of serving: {"sparse": n, reason: n}.
 
         The sections are prefills and prefill_tokens (a chunk of a prompt counts as one), decode
-        (requests that decode by chosen tokens, once a step) and fallbacks (steps of a layer that
+        (requests that decode by selected tokens, once a step) and fallbacks (steps of a layer that
         were left to dense attention); the last two only where something was counted.
         """
         report: dict[str, Any] = {"prefills": {}, "prefill_tokens": {}}

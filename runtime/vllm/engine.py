@@ -1,4 +1,4 @@
-"""Artifact at work in one process of an engine: checked, and planned for the heads here."""
+"""Artifact in one process of an engine: checked, and planned for the heads of the process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kernels import registry
 from kernels.call import Operands
 from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
-from runtime.attention.state import enough_queries
-from runtime.layers import layer_plans, part_of
+from runtime.attention.state import is_long
+from runtime.layers import SLIDES, make_plans, slice_heads
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import Chunk
 from runtime.vllm.check import engine_misfits, grouped, reasons_by_layer, summary, why_dense
 from runtime.vllm.counters import SPARSE, Counters, log
-from runtime.vllm.filters import Chooser
-from runtime.vllm.keep import Keeps, keeps_of
+from runtime.vllm.filters import FilterDecode
 from runtime.vllm.options import HASH_KEY, Options, options_of
+from runtime.vllm.paged_policies import PagedPolicy, paged_policies
 
 # Caches of 8 bits with one scale, by vLLM's names.
 _EIGHT_BITS = {
@@ -41,7 +41,7 @@ class ServedLayer:
         number: None where its name has none or several.
         why_dense: reason why no prefill is sparse.
         plan: of its heads here, None where no patterns serve.
-        keeps: its policy, None if it keeps every token.
+        policy: its policy, None if it keeps every token.
         owned: all its requests are served here; those of any other layer are vLLM's.
         ours: its pages are laid out for our kernels.
         eight_bits: dtype of a cache of 8 bits, which vLLM hands out as bytes.
@@ -50,16 +50,16 @@ class ServedLayer:
     number: int | None
     why_dense: str | None = None
     plan: LayerPlan | None = None
-    keeps: Keeps | None = None
+    policy: PagedPolicy | None = None
     owned: bool = False
     ours: bool = False
     eight_bits: torch.dtype | None = None
 
 
 class Engine:
-    """Artifact of an engine's additional configuration at work in one process."""
+    """Artifact of an engine's additional configuration, in one process."""
 
-    # True once a prefill longer than what was measured has been logged.
+    # True after a prefill longer than the measured lengths was logged.
     _long_reported = False
 
     def __init__(self, options: Options, config: Any) -> None:
@@ -67,7 +67,7 @@ class Engine:
         headwise = options.load()
         self.artifact: Artifact = headwise.artifact
         self.path = options.artifact
-        # Reason why no prefill goes by patterns, where an option says so.
+        # Reason why no prefill uses patterns, if an option disables them.
         self.dense = "dense by kernel" if options.dense else None
         if options.dense:
             self.artifact = self.artifact.model_copy(update={"decode": None, "kv_cache": None})
@@ -86,14 +86,14 @@ class Engine:
         self._not_full = reasons_by_layer(
             config.model_config.hf_text_config, self.artifact.model.num_layers
         )
-        self.chooser = self._chooser(config)
+        self.filter_decode = self._filter_decode(config)
         # By vLLM's names.
         self.layers: dict[str, ServedLayer] = {}
         # True if a layer needs the lengths of prompts.
         self.asks_prompts = False
         # Numbers of layers, by how they are served.
         self._reasons: dict[str, str] = {}
-        self._plans = layer_plans(self.artifact)
+        self._plans = make_plans(self.artifact)
         self._config = weakref.ref(config)
         # The builder that counts the prefills, which all builders see.
         self.counting: Any = None
@@ -121,8 +121,8 @@ class Engine:
         model = self.artifact.model
         first = _rank() * model.num_kv_heads // self.size
         heads = slice(first, first + max(model.num_kv_heads // self.size, 1))
-        keeps = keeps_of(self.artifact, heads, int(config.scheduler_config.max_num_seqs))
-        self.asks_prompts = any(each.asks_prompts for each in keeps.values())
+        policies = paged_policies(self.artifact, heads, int(config.scheduler_config.max_num_seqs))
+        self.asks_prompts = any(each.asks_prompts for each in policies.values())
         both_ways = bool(getattr(config.model_config, "is_mm_prefix_lm", False))
         for name, module in modules.items():
             number = number_of(name)
@@ -137,10 +137,10 @@ class Engine:
                 why = "it shares its cache with another layer"
             layer = ServedLayer(number=number, why_dense=why)
             if number is not None and why is None:
-                layer = self._served(number, module, keeps.get(number))
+                layer = self._served(number, module, policies.get(number))
             self.layers[name] = layer
-            if number in keeps:
-                self._set_spec(module, layer, keeps[number])
+            if number in policies:
+                self._set_spec(module, layer, policies[number])
 
     def is_of(self, config: Any) -> bool:
         """True for the VllmConfig that this was made for."""
@@ -156,12 +156,13 @@ class Engine:
 
     def is_sparse(self, chunk: Chunk) -> bool:
         """True for a prefill that patterns may serve: long enough, and beyond the dense tail."""
+        if self.dense is not None:
+            return False
         prefill = self.artifact.prefill
-        long = chunk.k_len >= prefill.dense_below and self.dense is None
-        return long and enough_queries(chunk.q_len, chunk.k_len, prefill.dense_tail)
+        return is_long(chunk.q_len, chunk.k_len, prefill.dense_below, prefill.dense_tail)
 
     def check_length(self, chunks: Iterable[Chunk]) -> None:
-        """Log once if one of these sparse prefills is longer than what was measured."""
+        """Log once if one of these sparse prefills is longer than the measured lengths."""
         longest = max((chunk.k_len for chunk in chunks), default=0)
         line = self.artifact.evidence.beyond(longest)
         if line is not None and not self._long_reported:
@@ -174,31 +175,31 @@ class Engine:
             return
         layers = [(each.number, each) for each in map(self.of, modules) if each.number is not None]
         self._reasons = grouped((number, each.why_dense or SPARSE) for number, each in layers)
-        keeps = {number: each.keeps for number, each in layers if each.keeps is not None}
-        roles = {} if self.chooser is None else self.chooser.selector.roles
+        policies = {number: each.policy for number, each in layers if each.policy is not None}
+        roles = {} if self.filter_decode is None else self.filter_decode.selector.roles
         log.info(
             "Headwise serves prefill from %d tokens on by %s (content %s%s): %s",
             self.artifact.prefill.dense_below,
             self.path,
             str(self.artifact.content_sha256)[:12],
             "" if self.size == 1 else f", heads of rank {_rank()} of {self.size}",
-            "; ".join(summary(self._reasons, keeps, roles)),
+            "; ".join(summary(self._reasons, policies, roles)),
         )
 
     def report(self) -> dict[str, Any]:
         """Artifact, layers and counts; see Counters.report.
 
         With a decode section, tokens_read: mean tokens that a request with more of them reads in a
-        step, in a layer that does not choose; None before any.
+        step, in a layer that is no filter layer; None before any.
         """
         content = self.artifact.content_sha256
         report = {"artifact": self.path, "content_sha256": content, "rank": _rank()}
         report |= {"layers": self._reasons} | self.counters.report()
-        if self.chooser is not None:
+        if self.filter_decode is not None:
             report["tokens_read"] = self.counters.tokens_read
         return report
 
-    def _chooser(self, config: Any) -> Chooser | None:
+    def _filter_decode(self, config: Any) -> FilterDecode | None:
         if self.artifact.decode is None:
             return None
         group = None
@@ -209,38 +210,38 @@ class Engine:
         full = [layer for layer, why in self._not_full.items() if why is None]
         selector = Selector(self.artifact.decode.omnikv, full, group=group)
         requests = int(config.scheduler_config.max_num_seqs)
-        return Chooser(selector, requests=requests, longest=self.longest)
+        return FilterDecode(selector, requests=requests, longest=self.longest)
 
-    def _served(self, number: int, module: Any, keeps: Keeps | None) -> ServedLayer:
+    def _served(self, number: int, module: Any, policy: PagedPolicy | None) -> ServedLayer:
         """Plan a layer that can be served."""
         impl = module.impl
-        why = self.dense or why_dense(self.artifact, number, keeps)
+        why = self.dense or why_dense(self.artifact, number, policy)
         plan = None
         if why is None:
             first = _rank() * impl.num_heads
             heads = slice(first, first + impl.num_heads)
-            plan = part_of(self._plans.get(number), heads, impl.num_kv_heads)
-        decodes = self.chooser is not None and number in self.chooser.roles
-        owned = decodes or any(x is not None for x in (self.dense, plan, keeps))
+            plan = slice_heads(self._plans.get(number), heads, impl.num_kv_heads)
+        decodes = self.filter_decode is not None and number in self.filter_decode.roles
+        owned = decodes or any(x is not None for x in (self.dense, plan, policy))
         return ServedLayer(
             number=number,
             why_dense=why,
             plan=plan,
-            keeps=keeps,
+            policy=policy,
             owned=owned,
             ours=owned and impl.ours,
             eight_bits=_EIGHT_BITS.get(str(module.kv_cache_dtype)),
         )
 
-    def _set_spec(self, module: Any, layer: ServedLayer, keeps: Keeps) -> None:
+    def _set_spec(self, module: Any, layer: ServedLayer, policy: PagedPolicy) -> None:
         """Give a layer that drops tokens its own cache specification."""
         where = f"kv_cache.layers[{layer.number}]"
-        if layer.keeps is None:
+        if layer.policy is None:
             raise HeadwiseError(f"{where} drops tokens, but the layer is dense: {layer.why_dense}")
-        if not keeps.takes_sinks and getattr(module.impl, "sinks", None) is not None:
+        if not policy.takes_sinks and getattr(module.impl, "sinks", None) is not None:
             raise HeadwiseError(f"{where} cannot be served: the layer uses attention sinks")
         full_spec = module.get_kv_cache_spec
-        module.get_kv_cache_spec = lambda config: keeps.spec(full_spec(config))
+        module.get_kv_cache_spec = lambda config: policy.spec(full_spec(config))
 
 
 def number_of(layer_name: str) -> int | None:
@@ -252,12 +253,12 @@ def number_of(layer_name: str) -> int | None:
 
 
 def why_unserved(module: Any) -> str | None:
-    """Reason why an attention layer is not served here, whatever the artifact says of it."""
+    """Reason why an attention layer is not served here, for any artifact."""
     if str(getattr(module.attn_type, "value", module.attn_type)) != "decoder":
         return "no causal self-attention"
-    # vLLM gives its layers windows of its own accord, too.
+    # By the configuration such a layer sees every token; vLLM sets this window.
     if module.sliding_window is not None:
-        return "it slides"
+        return f"it {SLIDES}"
     if module.impl.alibi_slopes is not None:
         return "it uses ALiBi"
     if module.head_size_v != module.head_size:

@@ -16,10 +16,10 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
-from runtime.attention.state import message, name_of
+from runtime.attention.state import error_category, message
 from runtime.vllm.batch import KEY, Batch, Chunk, Group
 from runtime.vllm.engine import Engine, ServedLayer, engine_of
-from runtime.vllm.step import PAGE, LayerStep, halves, quantised, store
+from runtime.vllm.step import PAGE, LayerStep, quantised, split_kv, write_kv
 
 # Whatever the parent is.
 _Parent: Any = object
@@ -55,7 +55,7 @@ class SparseImpl(_Parent):
         if served.eight_bits is not None:
             key = quantised(key, layer._k_scale_float, served.eight_bits)
             value = quantised(value, layer._v_scale_float, served.eight_bits)
-        store(kv_cache, key, value, slots)
+        write_kv(kv_cache, key, value, slots)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """No: vLLM quantises what our kernels have written."""
@@ -84,19 +84,19 @@ class SparseImpl(_Parent):
                 f"no quantised output from a layer served by an artifact: use {off}"
             )
         if attn_metadata is None:
-            self._rehearse(served, query.to(output.dtype))
+            self._profile_memory(served, query.to(output.dtype))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
         if batch is None:
             return super().forward(*arguments)
         if query.dtype != output.dtype:
-            # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
+            # With a cache of 8 bits, vLLM passes a query of 8 bits to some backends for GPUs.
             query = query.to(output.dtype).mul_(layer._q_scale_float)
         k_scale = v_scale = 1.0
         if served.eight_bits is not None:
             kv_cache = kv_cache.view(served.eight_bits)
             k_scale = layer._k_scale_float
             v_scale = layer._v_scale_float
-        k, v = halves(kv_cache, served.ours)
+        k, v = split_kv(kv_cache, served.ours)
         step = LayerStep(
             batch=batch,
             query=query,
@@ -108,36 +108,36 @@ class SparseImpl(_Parent):
             own=None if key is None or value is None else (key, value),
         )
         done = self._sparsely(served, step)
-        if served.keeps is None:
+        if served.policy is None:
             step.attend(done)
         else:
-            served.keeps.attend(step, done)
+            served.policy.attend(step, done)
         return output
 
     def _sparsely(self, served: ServedLayer, step: LayerStep) -> list[Chunk]:
-        """Write attention of the requests that patterns and chosen tokens serve.
+        """Write attention of the requests that patterns and selected tokens serve.
 
-        Returns these requests: none where a kernel fails.
+        Returns these requests; none if a kernel fails.
         """
         engine = self._engine
-        chosen: tuple[Group, ...] = ()
-        if engine.chooser is not None and served.number in engine.chooser.roles:
-            chosen = step.batch.chosen
+        groups: tuple[Group, ...] = ()
+        if engine.filter_decode is not None and served.number in engine.filter_decode.roles:
+            groups = step.batch.decodes
         done: list[Chunk] = []
         try:
             if served.plan is not None:
                 for chunk in step.batch.sparse:
                     self._by_patterns(served.plan, step, chunk)
                     done.append(chunk)
-            for group in chosen:
-                assert engine.chooser is not None and served.number is not None
-                engine.chooser.attend(served.number, group, step)
+            for group in groups:
+                assert engine.filter_decode is not None and served.number is not None
+                engine.filter_decode.attend(served.number, group, step)
                 done += group.chunks
         except Exception as error:
             ours = isinstance(error, HeadwiseError)
-            why = str(error) if ours else name_of(error)
-            # A process that gives up where processes choose together would leave others waiting.
-            if why is None or (chosen and engine.size > 1):
+            why = str(error) if ours else error_category(error)
+            # Processes select together: if one stopped here, the others would wait for it.
+            if why is None or (groups and engine.size > 1):
                 raise
             engine.counters.fell_back(why, "" if ours else message(error))
             return []
@@ -149,7 +149,7 @@ class SparseImpl(_Parent):
         table: Tensor | None = pages
         whole = chunk.q_len == chunk.k_len and self.kv_sharing_target_layer_name is None
         if whole and step.own is not None:
-            # All keys are of this step, which has them as they were before they were stored.
+            # All keys are of this step: read them unquantized, not from the cache.
             k, v = (x[chunk.rows].transpose(0, 1)[None] for x in step.own)
             step = replace(step, k=k, v=v, v_scale=1.0, options=self._options())
             table = None
@@ -158,22 +158,23 @@ class SparseImpl(_Parent):
         sparse_attention(query, step.k, step.v, index, block_table=table, out=out, **step.options)
         step.rescale(out)
 
-    def _rehearse(self, served: ServedLayer, query: Tensor) -> None:
+    def _profile_memory(self, served: ServedLayer, query: Tensor) -> None:
         """Use the memory of this layer's largest step, in vLLM's profiling run.
 
-        vLLM then leaves as much free: for the index of the last chunk of the longest prompt, scores
-        and slots of decode by chosen tokens at the longest context, and what a policy copies.
+        vLLM then leaves as much free: for the index of the last chunk of the longest prompt, for
+        scores and slots of decode by selected tokens at the longest context, and for the copies of
+        a policy.
 
         Args:
-            query: (T, H, D) with the most tokens that a step has.
+            query: (T, H, D) with the maximum of tokens in a step.
         """
         k_len = self._engine.longest
         query = query[-k_len:]
-        # One page that stands for all of a context's.
+        # One page, used for all pages of a context.
         dtype = served.eight_bits or query.dtype
         cache = query.new_zeros(1, self.num_kv_heads, PAGE, 2 * query.shape[-1], dtype=dtype)
         table = torch.zeros(1, -(-k_len // PAGE), dtype=torch.int32, device=query.device)
-        k, v = halves(cache, served.ours)
+        k, v = split_kv(cache, served.ours)
         step = LayerStep(
             batch=Batch(block_table=table),
             query=query,
@@ -186,10 +187,10 @@ class SparseImpl(_Parent):
         if served.plan is not None and self._engine.is_sparse(chunk):
             q = query.transpose(0, 1)[None]
             served.plan.build(q, k, scale=self.scale, block_table=table, k_len=k_len)
-        if served.number is not None and self._engine.chooser is not None:
-            self._engine.chooser.rehearse(served.number, step)
-        if served.keeps is not None:
-            served.keeps.rehearse(step, chunk)
+        if served.number is not None and self._engine.filter_decode is not None:
+            self._engine.filter_decode.profile_memory(served.number, step)
+        if served.policy is not None:
+            served.policy.profile_memory(step, chunk)
 
     def _options(self, k_scale: float = 1.0) -> dict[str, Any]:
         softcap = self.logits_soft_cap or None

@@ -11,7 +11,7 @@ from artifacts.errors import one_line, shorten
 from artifacts.schema.fields import Record, Text
 from artifacts.schema.front import POINT, read_point
 from artifacts.schema.validation import explain
-from runtime import Headwise, load
+from runtime import LoadedArtifact, load
 
 KEY = "headwise"
 # Added to the engine's configuration, which enters the key of vLLM's compile cache.
@@ -33,7 +33,7 @@ class Options(Record):
         verify: a public key; the artifact has to be signed by its holder.
         point: of the artifact's front, see runtime.load.
         dense: no section of the artifact, but Headwise's kernel over every key in every layer that
-            it can serve: a baseline for speed, beside vLLM's own attention.
+            it can serve: a baseline for speed, next to vLLM's own attention.
     """
 
     artifact: Text
@@ -42,7 +42,7 @@ class Options(Record):
     point: Annotated[str, AfterValidator(_check_point)] | None = None
     dense: bool = False
 
-    def load(self) -> Headwise:
+    def load(self) -> LoadedArtifact:
         """Load the artifact at its point; HeadwiseError as runtime.load, and for another hash."""
         headwise = load(self.artifact, point=self.point, verify=self.verify)
         content = headwise.artifact.content_sha256
@@ -61,11 +61,11 @@ def options_of(additional_config: Any) -> Options | None:
         value = None
     if value is None:
         return None
-    given = {"artifact": value} if isinstance(value, str) else value
+    fields = {"artifact": value} if isinstance(value, str) else value
     where = f'"{KEY}" in --additional-config'
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise HeadwiseError(f"{where} must be a path or an object, got {shorten(value)}")
     try:
-        return Options.model_validate(given)
+        return Options.model_validate(fields)
     except ValidationError as error:
         raise HeadwiseError(f"{where}: {explain(error)}") from None

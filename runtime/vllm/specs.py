@@ -52,8 +52,8 @@ class PromptSpec(_OneManager, AttentionSpec):
 
     def pages_of(self, prompt: int) -> int:
         """Pages that hold the part of a prompt that the head with the largest budget keeps."""
-        kept = max(left_of(policy, prompt, prompt) for policy in self.policies)
-        return -(-kept // self.block_size)
+        count = max(left_of(policy, prompt, prompt) for policy in self.policies)
+        return -(-count // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes of the longest sequence: a prompt is kept whole until it is computed."""

@@ -23,7 +23,7 @@ from runtime.vllm.batch import Batch, Chunk, Group
 PAGE = 64
 
 
-def halves(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
+def split_kv(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
     """Keys and values (P, S, G, D) of a cache (P, G, S, 2 * D).
 
     A head of a page holds the keys of all its tokens and then their values where the layout is
@@ -40,19 +40,19 @@ def halves(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
 
 def quantised(x: Tensor, scale: float, eight_bits: torch.dtype) -> Tensor:
     """Quantise x / scale to 8 bits, as bytes; too large numbers become the largest one."""
-    most = torch.finfo(eight_bits).max
-    return (x.float() / scale).clamp(-most, most).to(eight_bits).view(torch.uint8)
+    largest = torch.finfo(eight_bits).max
+    return (x.float() / scale).clamp(-largest, largest).to(eight_bits).view(torch.uint8)
 
 
-def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+def write_kv(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Write keys and values (T, G, D) into a cache of ours (P, G, S, 2 * D), slots (T,).
 
-    Negative slots are padding, which goes to vLLM's first page: that belongs to nobody.
+    Negative slots are padding, which goes to vLLM's first page: no request owns it.
     """
     slots = slots.clamp_min(0)
     page = slots // cache.shape[2]
     row = slots % cache.shape[2]
-    for half, new in zip(halves(cache, ours=True), (key, value), strict=True):
+    for half, new in zip(split_kv(cache, ours=True), (key, value), strict=True):
         half[page, row] = new[: len(slots)]
 
 

@@ -32,7 +32,7 @@ from profiling.speed.baselines import (
 )
 from profiling.speed.latency import interleaved, prefill
 from profiling.speed.layer_times import ANCHOR, SDPA, Timed, Timings, all_threads, time_layers
-from runtime import Headwise
+from runtime import LoadedArtifact
 from search.model.acceptance import Accepted
 from search.model.costs import Costs
 from search.model.search_run import SearchRun
@@ -169,7 +169,7 @@ def time_first_token(
         baseline = MODEL
     methods: dict[str, Callable[[], AbstractContextManager[object]]] = {
         baseline: partial(dense, model, baseline),
-        HEADWISE: partial(Headwise(artifact).apply, model, check_weights=False),
+        HEADWISE: partial(LoadedArtifact(artifact).apply, model, check_weights=False),
     }
 
     def measure() -> dict[str, list[float]]:

@@ -158,7 +158,7 @@ def test_a_kernel_that_fails_is_no_row_of_dense_attention(made, asked, rows, tmp
     def failing(*_):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr("runtime.omnikv.decode.OmniKV.choose", failing)
+    monkeypatch.setattr("runtime.omnikv.decode.OmniKV.select_tokens", failing)
     with pytest.raises(HeadwiseError, match="RuntimeError: no such instruction"):
         rows(f"{asked} --trials 0 {made('cfg', 0.1)}")
     assert not (tmp_path / "figures.json").exists()

@@ -14,12 +14,12 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 import artifacts
 from kernels.patterns import LayerPlan, make
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers
 from tests.artifacts.conftest import counting
 from tests.runtime.batches import attending
-from tests.runtime.omnikv import DECODE, LateLane
+from tests.runtime.omnikv import DECODE, LateCopyEngine
 from tests.runtime.tiny import DENSE_BELOW, SIZES, tiny_model
 
 SPARSE = {
@@ -103,7 +103,7 @@ def apply(artifact_for):
     reference."""
 
     def apply(model, *, strict=False, backend="reference", **changes):
-        made = Headwise(artifact_for(model, **changes))
+        made = LoadedArtifact(artifact_for(model, **changes))
         return made.apply(model, strict=strict, backend=backend)
 
     return apply
@@ -111,12 +111,12 @@ def apply(artifact_for):
 
 @pytest.fixture
 def decoding(artifact_for):
-    """decoding(model, **changes of the section) -> a Headwise whose artifact has a decode
+    """decoding(model, **changes of the section) -> a LoadedArtifact that has a decode
     section."""
 
     def decoding(model, **changes):
         section = artifacts.Decode(omnikv=DECODE.model_copy(update=changes))
-        return Headwise(
+        return LoadedArtifact(
             artifact_for(model, dense=True, dense_below=64).model_copy(update={"decode": section})
         )
 
@@ -142,16 +142,16 @@ def keeping(artifact_for):
             ]
             table = table if any(rows) else {}
         section = artifacts.KVCache(policies=table, layers=tuple(rows))
-        return Headwise(artifacts.Artifact(**{**dict(artifact), "kv_cache": section}))
+        return LoadedArtifact(artifacts.Artifact(**{**dict(artifact), "kv_cache": section}))
 
     return keeping
 
 
 @pytest.fixture
 def late(monkeypatch):
-    """Banks with a LateLane, and pages so small that a prompt needs several."""
-    monkeypatch.setattr("runtime.omnikv.bank.Lane", LateLane)
-    monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
+    """Banks with a LateCopyEngine, and pages so small that a prompt needs several."""
+    monkeypatch.setattr("runtime.omnikv.bank.CopyEngine", LateCopyEngine)
+    monkeypatch.setattr("runtime.omnikv.bank._MIN_TOKENS", 16)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from artifacts import OmniKV
-from runtime.omnikv.lane import Lane
+from runtime.omnikv.copy_engine import CopyEngine
 from tests.runtime.batches import attending, fed
 
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
@@ -110,7 +110,7 @@ def oracle(model: Any, decode: OmniKV) -> AbstractContextManager[None]:
     return attending(model, Oracle(decode))
 
 
-class LateLane(Lane):
+class LateCopyEngine(CopyEngine):
     """In place of a GPU's: copies and fetches happen when somebody waits for them, not before, so
     that what does not wait where it must reads NaN."""
 
@@ -124,16 +124,16 @@ class LateLane(Lane):
     def memory(self, nbytes: int) -> Tensor:
         return super().memory(nbytes).fill_(255)
 
-    def send(self, target: Tensor, rows: Tensor) -> None:
+    def write(self, target: Tensor, rows: Tensor) -> None:
         self._sent.append((target, rows))
 
-    def arrived(self) -> None:
+    def synchronize(self) -> None:
         sent, self._sent = self._sent, []
         for target, rows in sent:
             target.copy_(rows)
 
-    def follow(self) -> None:
-        self.arrived()
+    def wait_writes(self) -> None:
+        self.synchronize()
 
     def start(self, tokens: Tensor, gather: Callable[[Tensor], Any]) -> Callable[[], Any]:
         listed, done = tokens.clone(), list[Any]()

@@ -16,7 +16,7 @@ from transformers.masking_utils import flash_attention_mask
 import artifacts
 import headwise
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense, load
+from runtime import LoadedArtifact, apply_dense, load
 from tests.runtime.batches import real_from
 from tests.runtime.tiny import pictured_model
 
@@ -60,10 +60,12 @@ def test_a_model_is_as_it_was_where_applying_fails(build, artifact_for, ids, mon
     with monkeypatch.context() as broken:
         broken.setattr("runtime.apply._Name", fails)
         with pytest.raises(RuntimeError, match="no name"):
-            Headwise(artifact_for(model)).apply(model)
+            LoadedArtifact(artifact_for(model)).apply(model)
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(prompt).logits, dense)
-    with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference") as handle:
+    with LoadedArtifact(artifact_for(model)).apply(
+        model, strict=True, backend="reference"
+    ) as handle:
         model(prompt)
     assert handle.stats()["sparse"] == 2
 
@@ -78,7 +80,7 @@ def test_a_model_with_flash_attention_is_dense_by_sdpa_and_gets_it_back(build, a
     real = real_from(100, 30, 0)
     expected = model(prompt, attention_mask=real).logits
     model.config._attn_implementation = "flash_for_tests"
-    with Headwise(artifact_for(model)).apply(model) as handle:
+    with LoadedArtifact(artifact_for(model)).apply(model) as handle:
         assert torch.equal(model(prompt, attention_mask=real).logits, expected)
         assert handle.stats()["dense"] == {"short": 2}
     assert implementations(model) == ["flash_for_tests"]
@@ -94,7 +96,7 @@ def one_process():
 
 
 def test_a_sharded_model_is_refused_in_a_line_that_names_vllm(build, artifact_for, one_process):
-    headwise, model = Headwise(artifact_for(build())), build()
+    headwise, model = LoadedArtifact(artifact_for(build())), build()
     projection = model.model.layers[0].self_attn.q_proj
     projection.weight = torch.nn.Parameter(
         torch.distributed.tensor.distribute_tensor(projection.weight.detach(), one_process)
@@ -124,7 +126,7 @@ def test_a_second_application_is_refused_and_leaves_the_first_one(build, apply, 
     twin = type(model)(model.config)
     with apply(model) as outer:
         for second in (apply, apply_dense):
-            with pytest.raises(HeadwiseError, match="applied already"):
+            with pytest.raises(HeadwiseError, match="already has an artifact"):
                 second(model)
             with pytest.raises(HeadwiseError, match="shares its configuration"):
                 second(twin)
@@ -148,7 +150,7 @@ def test_undo_without_the_handle_restores_the_model(implementation, build, apply
         model.set_attn_implementation("sdpa")
         with pytest.raises(
             HeadwiseError,
-            match=r"set_attn_implementation\('sdpa'\) has ended: headwise\.undo\(model\) takes",
+            match=r"set_attn_implementation\('sdpa'\) has ended: headwise\.undo\(model\) removes",
         ):
             apply(model)
         headwise.undo(model)
@@ -210,7 +212,7 @@ def test_a_model_to_which_something_is_applied_is_freed_with_its_last_reference(
 
 def test_apply_from_eight_threads_at_once_gives_one_handle(build, artifact_for):
     model = build(num_hidden_layers=8)
-    artifact = Headwise(artifact_for(model))
+    artifact = LoadedArtifact(artifact_for(model))
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -230,7 +232,7 @@ def test_apply_from_eight_threads_at_once_gives_one_handle(build, artifact_for):
                 results = list(pool.map(apply, range(8)))
             refused = [each for each in results if isinstance(each, HeadwiseError)]
             assert len(refused) == 7
-            assert all("applied already: headwise.undo(model)" in str(each) for each in refused)
+            assert all("apply_dense applied: headwise.undo(model)" in str(each) for each in refused)
             assert model.config._attn_implementation == "headwise"
             with ThreadPoolExecutor(8) as pool:
                 list(pool.map(headwise.undo, [model] * 8))
@@ -256,25 +258,25 @@ def test_another_model_is_refused_by_the_first_field(
 ):
     artifact, other = artifact_for(build()), build(family, **changes)
     with pytest.raises(HeadwiseError) as error:
-        Headwise(artifact).apply(other)
+        LoadedArtifact(artifact).apply(other)
     assert f"model: {field} is " in str(error.value) and "\n" not in str(error.value)
     assert implementations(other) == ["sdpa"]
     if field == "weights_sha256":
-        with Headwise(artifact).apply(other, check_weights=False) as handle:
+        with LoadedArtifact(artifact).apply(other, check_weights=False) as handle:
             other(ids(200))
             assert handle.stats() == {"sparse": 2, "dense": {}}
 
 
 def test_a_model_with_stretched_positions_is_served(build, artifact_for, ids):
     stretched = build(max_position_embeddings=4096)
-    with Headwise(artifact_for(build())).apply(stretched) as handle:
+    with LoadedArtifact(artifact_for(build())).apply(stretched) as handle:
         stretched(ids(200))
         assert handle.stats() == {"sparse": 2, "dense": {}}
 
 
 def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for):
-    headwise = Headwise(artifact_for(build()))
-    with pytest.raises(HeadwiseError, match="'warp'; known: auto"):
+    headwise = LoadedArtifact(artifact_for(build()))
+    with pytest.raises(HeadwiseError, match=r"one of auto, .*, got 'warp'"):
         headwise.apply(build(), backend="warp")
     with pytest.raises(HeadwiseError, match="Linear is not a transformers"):
         headwise.apply(torch.nn.Linear(1, 1))
@@ -336,7 +338,7 @@ def test_prompt_longer_than_measured_is_warned_of_once(
         else:
             model(tokens, past_key_values=cache)
 
-    with Headwise(made).apply(model, backend="reference") as handle:
+    with LoadedArtifact(made).apply(model, backend="reference") as handle:
         # A decode step behind the longest measured prompt is no longer prompt.
         run(handle, ids(160))
         assert handle.stats()["sparse"] and warnings() == []
@@ -350,6 +352,6 @@ def test_prompt_of_an_artifact_without_evidence_is_not_warned_of(
     build, artifact_for, ids, warnings
 ):
     model = build()
-    with Headwise(artifact_for(model)).apply(model, backend="reference") as handle:
+    with LoadedArtifact(artifact_for(model)).apply(model, backend="reference") as handle:
         model(ids(400))
         assert handle.stats()["sparse"] and warnings() == []

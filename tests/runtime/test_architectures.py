@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Cache
 
 import artifacts
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense
+from runtime import LoadedArtifact, apply_dense
 from runtime.layers import attention_layers, full_layers, layer_kinds
 from tests.runtime.batches import LAYOUTS, fed, given, real_of
 from tests.runtime.omnikv import CLOSE, steps
@@ -128,7 +129,7 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
         served.append({"kv_cache": sections["kv_cache"]})
     for section in served:
         artifact = artifact_for(model, dense=True).model_copy(update=section)
-        with Headwise(artifact).apply(model, strict=True, backend="reference") as handle:
+        with LoadedArtifact(artifact).apply(model, strict=True, backend="reference") as handle:
             found = steps(model, prompt, forced, handle.new_cache(offload="packed"))
             stats = handle.stats()
         torch.testing.assert_close(found, expected, **CLOSE)
@@ -139,18 +140,42 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
             assert stats["sparse"] > 0
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SINKS])
+def test_a_filter_layer_finds_its_cache_where_the_model_clones_its_keys(
+    family, build, artifact_for, ids, monkeypatch
+):
+    update = Cache.update
+    monkeypatch.setattr(
+        Cache,
+        "update",
+        lambda *args, **kwargs: tuple(states.clone() for states in update(*args, **kwargs)),
+    )
+    model = build(family)
+    first = full_layers(attention_layers(model))[0]
+    section = artifacts.OmniKV(
+        filter_layers=(first,), dense_layers=(), selector="uniform", window=4, budget=24
+    )
+    update_with = {"decode": artifacts.Decode(omnikv=section)}
+    artifact = artifact_for(model, dense=True).model_copy(update=update_with)
+    with LoadedArtifact(artifact).apply(model, backend="reference") as handle:
+        cache = handle.new_cache()
+        steps(model, ids(150), ids(2, seed=1), cache)
+    # The last three queries of the prompt, and two of decode.
+    assert cache.layers[first].history.shape == (1, 5, 152)
+
+
 @pytest.mark.parametrize(
     ("family", "section", "cause"),
     [
-        ("DeepseekV3", "kv_cache", r"layer 0 \(\w+\) caches what it makes keys and values of"),
-        ("GptOss", "kv_cache", r"layer 0 \(\w+\) has attention sinks of its own"),
-        ("GptOss", "decode", r"has attention sinks of its own: the decode section"),
+        ("DeepseekV3", "kv_cache", r"layer 0 \(\w+\) caches latents, not keys and values"),
+        ("GptOss", "kv_cache", r"layer 0 \(\w+\) has learned attention sinks"),
+        ("GptOss", "decode", r"has learned attention sinks: the decode section"),
     ],
 )
 def test_a_section_a_layer_cannot_serve_is_refused(family, section, cause, build, artifact_for):
     model = build(family)
     sections = whole(model, 1)
-    headwise = Headwise(artifact_for(model).model_copy(update={section: sections[section]}))
+    headwise = LoadedArtifact(artifact_for(model).model_copy(update={section: sections[section]}))
     for ask in (headwise.apply, headwise.new_cache):
         with pytest.raises(HeadwiseError, match=cause):
             ask(model)
@@ -181,7 +206,7 @@ def test_the_index_is_built_with_the_scale_of_the_model(build, apply, masked, id
 def test_what_cannot_be_served_is_refused_by_the_cause(name, build, artifact_for):
     model = refused_model(name)
     with pytest.raises(HeadwiseError) as error:
-        Headwise(artifact_for(build())).apply(model)
+        LoadedArtifact(artifact_for(build())).apply(model)
     assert str(error.value) == f"{name} {REFUSED[name]['cause']}"
 
 

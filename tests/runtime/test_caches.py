@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from kernels.patterns import LayerPlan
-from runtime import Headwise
+from runtime import LoadedArtifact
 from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
 
@@ -90,7 +90,9 @@ def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monke
 
     monkeypatch.setattr(LayerPlan, "build", counted)
     for length in (64, 80, 81):
-        with Headwise(artifact.model_copy(update={"prefill": prefill})).apply(model) as handle:
+        with LoadedArtifact(artifact.model_copy(update={"prefill": prefill})).apply(
+            model
+        ) as handle:
             caches = [handle.new_cache(), DynamicCache(config=model.config)]
             for cache in caches:
                 model(ids(200), past_key_values=cache)
@@ -111,7 +113,7 @@ def test_a_used_cache_can_be_pickled(offload, selector, build, artifact_for, dec
     """The keys of OmniKV's filter layers, and of caches that grow, named their layer by a reference
     that cannot be."""
     model, tokens = build(num_hidden_layers=6), ids(156)
-    loaded = Headwise(artifact_for(model))
+    loaded = LoadedArtifact(artifact_for(model))
     if selector is not None:
         loaded = decoding(model, selector=selector)
     with loaded.apply(model) as handle:

@@ -9,7 +9,7 @@ import torch
 from transformers import CompileConfig
 
 import artifacts
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.attention.layout import NOT_CAUSAL
 from tests.runtime.omnikv import CLOSE
 
@@ -82,7 +82,7 @@ def test_a_compiled_model_generates_the_same(
 ):
     if section == "kv_cache":
         model = build(**SMALL)
-        headwise = Headwise(artifact_for(model).model_copy(update={"kv_cache": STREAM}))
+        headwise = LoadedArtifact(artifact_for(model).model_copy(update={"kv_cache": STREAM}))
     else:
         model = build()
         headwise = decoding(model, filter_layers=(0,), dense_layers=())

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import artifacts
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense
+from runtime import LoadedArtifact, apply_dense
 from runtime.attention.function import headwise_attention
 from runtime.attention.mask import PrefillMask
 from runtime.attention.state import Layer, Settings, forget, remember
@@ -118,7 +118,7 @@ def test_apply_refuses_a_section_where_layers_share_keys_and_values(section, sha
         "kv_cache": artifacts.KVCache(policies={"f": artifacts.Full()}, layers=rows),
         "decode": artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,), budget=64)),
     }
-    headwise = Headwise(artifact_for(shared).model_copy(update={section: sections[section]}))
+    headwise = LoadedArtifact(artifact_for(shared).model_copy(update={section: sections[section]}))
     cause = rf"^layer 2 \(\w+\) reads the keys and values of another layer: the {section} section"
     for ask in (headwise.apply, headwise.new_cache):
         with pytest.raises(HeadwiseError, match=cause):

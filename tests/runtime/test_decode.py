@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from artifacts import HeadwiseError
-from runtime.omnikv import lane
+from runtime.omnikv import copy_engine
 from tests.runtime.batches import chunks_of, fed, real_from
+from tests.runtime.every import every_model
 from tests.runtime.omnikv import CLOSE, LAYERS, oracle
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -159,6 +160,67 @@ def test_inference_mode_may_end_between_two_steps(offload, build, decoding, ids)
     torch.testing.assert_close(rest, expected[:, 120:], **CLOSE)
 
 
+@pytest.fixture
+def wrapped(monkeypatch):
+    """wrapped(compute): models get compute(keys or values) in place of what their cache returns."""
+
+    def wrapped(compute):
+        update = Cache.update
+
+        def wrapping(*args, **kwargs):
+            return tuple(compute(states) for states in update(*args, **kwargs))
+
+        monkeypatch.setattr(Cache, "update", wrapping)
+
+    return wrapped
+
+
+@both
+@pytest.mark.parametrize("selector", ["uniform", "exponential"])
+def test_selector_of_a_model_that_clones_its_keys_sees_earlier_scores(
+    selector, offload, build, decoding, ids, wrapped
+):
+    model, tokens = build(**LAYERS), ids(156)
+    loaded = decoding(model, selector=selector)
+    with oracle(model, loaded.artifact.decode.omnikv):
+        expected = fed(model, tokens, (150, 1))
+    wrapped(torch.clone)
+    with loaded.apply(model, strict=True) as handle:
+        found = fed(model, tokens, (150, 1), handle.new_cache(offload=offload))
+        assert handle.stats()["decode"] == 6 * 6
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_filter_layer_with_keys_of_another_length_is_refused(build, decoding, ids, wrapped):
+    model = build(**LAYERS)
+    with decoding(model, selector="uniform").apply(model) as handle:
+        cache = handle.new_cache()
+        wrapped(lambda states: states[:, :, 1:])
+        with pytest.raises(HeadwiseError, match="filter layer 2 must attend to the keys of its"):
+            model(ids(150), past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_used_before_an_artifact_is_applied_is_no_other_cache(build, decoding, ids):
+    model, tokens = build(**LAYERS), ids(156)
+    loaded = decoding(model, selector="uniform")
+    with loaded.apply(model, backend="reference"):
+        expected = fed(model, tokens, (150, 1))
+    cache = loaded.new_cache(model)
+    fed(model, tokens, (150, 1), cache)
+    with loaded.apply(model, backend="reference"):
+        found = fed(model, tokens, (150, 1))
+    assert torch.equal(found, expected)
+    assert cache.layers[2].history is None
+
+
+def test_a_filter_layer_that_caches_more_than_keys_is_refused_for_earlier_scores(decoding):
+    model = every_model("falcon_h1")
+    loaded = decoding(model, selector="uniform", filter_layers=(0,), dense_layers=())
+    with pytest.raises(HeadwiseError, match=r"selector must be 'last', got 'uniform': .* layer 0"):
+        loaded.new_cache(model)
+    decoding(model, filter_layers=(0,), dense_layers=()).new_cache(model)
+
+
 def test_a_section_that_does_not_fit_the_model_is_refused(build, decoding):
     model = build("Gemma3")
     with pytest.raises(HeadwiseError, match=r"filter layer 0 slides.* layers 1-2"):
@@ -190,13 +252,13 @@ def test_every_chunk_is_what_the_oracle_makes(family, ratio, sizes, offload, bui
 
 def test_only_chosen_rows_of_the_past_are_fetched(build, decoding, ids, monkeypatch):
     staged = []
-    former = lane.Lane.staging
+    former = copy_engine.CopyEngine.staging
 
     def noted(self, rows, *more):
         staged.append(rows)
         return former(self, rows, *more)
 
-    monkeypatch.setattr(lane.Lane, "staging", noted)
+    monkeypatch.setattr(copy_engine.CopyEngine, "staging", noted)
     monkeypatch.setattr("runtime.omnikv.bank.Bank.read", None)
     model = build(**LAYERS)
     with decoding(model, prefill_ratio=0.5).apply(model, backend="auto") as handle:

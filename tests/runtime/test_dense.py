@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from artifacts import HeadwiseError
 from kernels import registry
-from runtime import Headwise, apply_dense
+from runtime import LoadedArtifact, apply_dense
 from runtime.attention import dense
 from runtime.attention.function import SLIDES
 from tests.runtime.batches import fed, real_from, real_of
@@ -96,7 +96,7 @@ def test_short_prompts_are_bitwise_what_sdpa_gives(length, padding, build, artif
     model, prompt = build(), ids(length, batch=2 if padding else 1)
     given = {"attention_mask": real_from(length, padding, padding)} if padding else {}
     expected = model(prompt, **given).logits
-    with Headwise(artifact_for(model)).apply(model) as handle:
+    with LoadedArtifact(artifact_for(model)).apply(model) as handle:
         assert torch.equal(model(prompt, **given).logits, expected)
         assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
 
@@ -110,7 +110,7 @@ def test_short_contexts_are_sdpa_s_in_float32_alone(build, artifact_for, ids, mo
         (torch.bfloat16, 100, DECODE),
     ):
         model.to(dtype)
-        with Headwise(artifact_for(model, dense=True)).apply(model) as handle:
+        with LoadedArtifact(artifact_for(model, dense=True)).apply(model) as handle:
             fed(model, ids(length + 3), (length, 1), handle.new_cache())
             assert handle.stats()["dense"][reason] == 6
 
@@ -130,7 +130,7 @@ def test_switched_off(family, changes, options, build, artifact_for, ids, monkey
     model, tokens = build(family, **changes), ids(303)
     rows = [None] * model.config.num_hidden_layers
     expected = fed(model, tokens, (300, 1))
-    with Headwise(artifact_for(model, rows=rows)).apply(model, **options) as handle:
+    with LoadedArtifact(artifact_for(model, rows=rows)).apply(model, **options) as handle:
         found = fed(model, tokens, (300, 1))
         assert not {DENSE, WINDOW, DECODE} & set(handle.stats()["dense"])
     assert torch.equal(found, expected)
@@ -152,7 +152,7 @@ def test_patterns_for_a_layer_with_a_window_in_its_mask_are_refused(build, artif
     small = {"hidden_size": 256, "num_experts": 4, "moe_intermediate_size": 32}
     model, prompt = build("Qwen2Moe", **window, **small), ids(300)
     expected = model(prompt).logits
-    headwise = Headwise(artifact_for(model, rows=[["dense"] * 4] * 2))
+    headwise = LoadedArtifact(artifact_for(model, rows=[["dense"] * 4] * 2))
     with headwise.apply(model) as handle:
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
         assert handle.stats()["dense"][SLIDES] == sliding(model) > 0
@@ -202,7 +202,7 @@ def test_a_whole_model_without_an_artifact(by, build, ids):
         cache = applied.new_cache()
         assert torch.equal(model.generate(prompt, past_key_values=cache, **options), expected)
         assert applied.stats()["dense"].get(DENSE, 0) == (2 if by == "kernel" else 0)
-        with pytest.raises(HeadwiseError, match="applied already"):
+        with pytest.raises(HeadwiseError, match="already has an artifact"):
             apply_dense(model)
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(HeadwiseError, match="by must be one of"):

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 
 import artifacts
 from kernels.patterns import LayerPlan, make
-from runtime import Headwise, apply_dense
+from runtime import LoadedArtifact, apply_dense
 from tests.default_dtype import OTHERS, default_dtype
 from tests.runtime.batches import fed, real_from
 from tests.runtime.conftest import SPARSE
@@ -47,19 +47,19 @@ DENSE = ("kernel", "auto", "model")
 
 
 @pytest.fixture
-def loaded(artifact_for, keeping) -> Callable[[Any, str], Headwise]:
+def loaded(artifact_for, keeping) -> Callable[[Any, str], LoadedArtifact]:
     """loaded(model, way) -> an artifact with a policy, a decode section or a pattern."""
 
-    def loaded(model: Any, way: str) -> Headwise:
+    def loaded(model: Any, way: str) -> LoadedArtifact:
         if way in POLICIES:
             patterns = [["a_64_64"] * 4] * model.config.num_hidden_layers
             return keeping(model, POLICIES[way], patterns=patterns)
         if way in SECTIONS:
             section = artifacts.Decode(omnikv=DECODE.model_copy(update=SECTIONS[way]))
             artifact = artifact_for(model, dense=True, dense_below=64)
-            return Headwise(artifact.model_copy(update={"decode": section}))
+            return LoadedArtifact(artifact.model_copy(update={"decode": section}))
         rows = (("it",) * 4,) * model.config.num_hidden_layers
-        return Headwise(
+        return LoadedArtifact(
             artifact_for(model).model_copy(
                 update={
                     "patterns": {"it": KINDS[way]},

@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense
+from runtime import LoadedArtifact, apply_dense
 from runtime.attention.function import headwise_attention
 from runtime.attention.layout import NOT_CAUSAL
 from runtime.attention.mask import headwise_mask
@@ -67,7 +67,7 @@ def test_a_call_is_dense_and_said_once_or_raised(
     if call not in ("mask by hand", "position bias"):
         causal = model(input_ids=tokens).logits
         assert (causal - expected).abs().max() > 0.01
-    headwise = Headwise(artifact_for(model))
+    headwise = LoadedArtifact(artifact_for(model))
     with headwise.apply(model, backend="reference") as handle:
         for _ in range(2):
             torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
@@ -94,7 +94,7 @@ def test_tokens_after_a_padded_prompt_with_images(artifact_for, ids):
     }
     tokens = torch.cat([prompt, short])
     expected = model.generate(tokens, **options)
-    with Headwise(artifact_for(model)).apply(model, backend="auto") as handle:
+    with LoadedArtifact(artifact_for(model)).apply(model, backend="auto") as handle:
         found = model.generate(tokens, past_key_values=handle.new_cache(), **options)
     assert torch.equal(found, expected)
 
@@ -202,3 +202,17 @@ def test_heads_other_than_planned_are_dense(build, apply, warnings):
     )
     torch.testing.assert_close(found, expected.transpose(1, 2))
     assert len(warnings()) == 1 and "(2, 1)" in warnings()[0] and "(4, 2)" in warnings()[0]
+
+
+def test_a_short_chunk_under_a_mask_made_by_hand_is_short_and_not_warned_of(
+    build, apply, ids, warnings, monkeypatch
+):
+    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
+    model = build()
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones(100, 300, dtype=torch.bool).tril(200)[None, None]
+    with apply(model) as handle:
+        model(ids(200), past_key_values=cache, use_cache=True)
+        model(ids(100, seed=1), past_key_values=cache, attention_mask=mask)
+        assert handle.stats() == {"sparse": 2, "dense": {"short": 2}}
+    assert warnings() == []

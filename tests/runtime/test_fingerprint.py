@@ -8,9 +8,9 @@ import transformers
 from torch import nn
 
 from artifacts import HeadwiseError, ModelInfo
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.fingerprint import compare, fingerprint, weights_sha256
-from runtime.standin import StandIn
+from runtime.lazy import LazyTensor
 
 
 def test_fields(build):
@@ -72,10 +72,10 @@ def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for
         update={"model": artifact.model.model_copy(update={"weights_sha256": None})}
     )
     with pytest.raises(HeadwiseError, match=r"weights_sha256 open.*headwise gate --out fills"):
-        Headwise(unknown).apply(model, check_fingerprint=True)
-    with Headwise(artifact).apply(model, check_fingerprint=True):
+        LoadedArtifact(unknown).apply(model, check_fingerprint=True)
+    with LoadedArtifact(artifact).apply(model, check_fingerprint=True):
         assert warnings() == []
-    with Headwise(unknown).apply(model):
+    with LoadedArtifact(unknown).apply(model):
         (said,) = warnings()
     assert "has no fingerprint (weights_sha256 open): any model of its shape passes" in said
 
@@ -103,7 +103,7 @@ def saved(model):
     return model
 
 
-class Stored(StandIn):
+class Stored(LazyTensor):
     """Codes and a scale that read as a weight, as torchao's tensors do."""
 
     @classmethod
@@ -153,7 +153,7 @@ def said(model):
     ],
 )
 def test_weights_that_are_not_plain_are_not_compared(changed, why, build, artifact_for, warnings):
-    headwise, model = Headwise(artifact_for(build())), changed(build())
+    headwise, model = LoadedArtifact(artifact_for(build())), changed(build())
     told = f"plain floating-point weights, got {re.escape(why)}: use check_weights=False"
     with pytest.raises(HeadwiseError, match=f"{told}.*other weights of the same") as error:
         headwise.apply(model)
@@ -173,7 +173,9 @@ def test_adapters_and_tensors_of_other_types_are_served(changed, build, artifact
     artifact, model, prompt = artifact_for(build()), changed(build()), ids(200)
     with torch.no_grad(), masked(model):
         expected = model(prompt).logits
-    applied = Headwise(artifact).apply(model, strict=True, check_weights=False, backend="reference")
+    applied = LoadedArtifact(artifact).apply(
+        model, strict=True, check_weights=False, backend="reference"
+    )
     with torch.no_grad(), applied as handle:
         torch.testing.assert_close(model(prompt).logits, expected, atol=2e-4, rtol=1e-3)
         assert handle.stats()["sparse"] == 2

@@ -11,7 +11,7 @@ import torch
 from artifacts import H2O, Full, SnapKV, Streaming
 from runtime import memory_report
 from runtime.caches.growing import BankedLayer
-from runtime.omnikv.lane import Lane
+from runtime.omnikv.copy_engine import CopyEngine
 from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
@@ -21,10 +21,10 @@ DEVICE = "cuda:0"
 LONG = 20_000_000
 
 
-class SlowLane(Lane):
+class SlowCopyEngine(CopyEngine):
     """Every copy is late on its stream, so that whatever does not wait for it goes wrong."""
 
-    def send(self, target, rows) -> None:
+    def write(self, target, rows) -> None:
         with torch.cuda.stream(self._outward):
             torch.cuda._sleep(LONG)
         super().send(target, rows)
@@ -39,11 +39,11 @@ def model(build):
     return build(**LAYERS).to(DEVICE)
 
 
-@pytest.mark.parametrize("lane", [Lane, SlowLane])
+@pytest.mark.parametrize("engine", [CopyEngine, SlowCopyEngine])
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120)])
-def test_offloading_changes_nothing(lengths, budget, lane, model, decoding, ids, monkeypatch):
-    monkeypatch.setattr("runtime.omnikv.bank.Lane", lane)
+def test_offloading_changes_nothing(lengths, budget, engine, model, decoding, ids, monkeypatch):
+    monkeypatch.setattr("runtime.omnikv.bank.CopyEngine", engine)
     width = max(lengths)
     real = torch.stack([torch.arange(width) >= width - n for n in lengths]).long().to(DEVICE)
     tokens = ids(width + 8, batch=len(lengths)).to(DEVICE)
@@ -56,7 +56,7 @@ def test_offloading_changes_nothing(lengths, budget, lane, model, decoding, ids,
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_turns_crops_and_copies_wait_for_late_rows(inference, model, decoding, ids, monkeypatch):
-    monkeypatch.setattr("runtime.omnikv.bank.Lane", SlowLane)
+    monkeypatch.setattr("runtime.omnikv.bank.CopyEngine", SlowCopyEngine)
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):
         for offload in ("never", "packed"):

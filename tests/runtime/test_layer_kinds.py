@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import artifacts
 from artifacts import HeadwiseError
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.layers import attention_layers, layer_kind, window_of
 from tests.runtime.batches import attending
 from tests.runtime.every_architecture import WINDOW, architectures, tiny_causal
@@ -194,7 +194,7 @@ def test_apply_refuses_a_section_that_names_a_layer_of_another_kind(
     model = build(family, **sizes)
     artifact = artifact_for(model, rows=rows).model_copy(update=section)
     with pytest.raises(HeadwiseError) as error:
-        Headwise(artifact).apply(model)
+        LoadedArtifact(artifact).apply(model)
     assert str(error.value) == fault
 
 
@@ -206,7 +206,7 @@ def test_apply_serves_the_full_layer_behind_one_of_another_kind(
     expected = model(tokens).logits
     dense = artifact_for(model, rows=[None, None])
     for section in (kv_cache(None, "f"), decode(1)):
-        with Headwise(dense.model_copy(update=section)).apply(model) as handle:
+        with LoadedArtifact(dense.model_copy(update=section)).apply(model) as handle:
             past = handle.new_cache()
             found = model(tokens[:, :200], past_key_values=past).logits
             torch.testing.assert_close(found, expected[:, :200], **CLOSE)
@@ -214,6 +214,8 @@ def test_apply_serves_the_full_layer_behind_one_of_another_kind(
             torch.testing.assert_close(found, expected[:, 200:], **CLOSE)
     with masked(model):
         expected = model(tokens).logits
-    with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference") as handle:
+    with LoadedArtifact(artifact_for(model)).apply(
+        model, strict=True, backend="reference"
+    ) as handle:
         torch.testing.assert_close(model(tokens).logits, expected, **CLOSE)
         assert handle.stats()["sparse"] == 1

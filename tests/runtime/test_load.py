@@ -12,7 +12,7 @@ import artifacts
 from artifacts import Front, HeadwiseError, Point
 from kernels.patterns import make
 from runtime import apply_dense, load
-from runtime.layers import layer_plans
+from runtime.layers import make_plans
 from tests.runtime.conftest import search_info
 
 FAST, MIDDLE, EXACT = "a_64_64", "bs_2", "vs_70_70"
@@ -118,7 +118,7 @@ GOLDEN = Path(__file__).parents[1] / "artifacts" / "golden" / "v1.yaml"
 def test_every_kind_is_made_as_it_is_written():
     """Of the golden artifact, which has them all."""
     artifact = load(GOLDEN).artifact
-    plans = layer_plans(artifact)
+    plans = make_plans(artifact)
     for layer, row in enumerate(artifact.prefill.layers):
         if row is None:
             assert layer not in plans

@@ -184,7 +184,7 @@ def test_prefill_mask_cut_along_queries_stays_one(name, queries, call):
     assert torch.equal(cut.read(), true[:, :, queries])
     # What its context says of the real queries is the mask, too.
     rows = torch.zeros(cut.shape, dtype=torch.bool)
-    for row, q_start, q_len, k_start, k_len in cut.context.parts:
+    for row, q_start, q_len, k_start, k_len in cut.context.sequences:
         seen = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
         if cut.context.window is not None:
             seen = seen.triu(k_len - q_len - cut.context.window + 1)

@@ -61,7 +61,7 @@ def test_only_newly_chosen_rows_are_fetched():
             assert all(
                 same_rows(rows, x[:, :, wanted]) for rows, x in zip(held, all_of_it, strict=True)
             )
-    assert bank.lane.fetched == [2 * n for n in (4, 2, 3, 1)]
+    assert bank.copy_engine.fetched == [2 * n for n in (4, 2, 3, 1)]
 
 
 def test_what_replaces_a_cropped_token_is_fetched_anew():
@@ -74,7 +74,7 @@ def test_what_replaces_a_cropped_token_is_fetched_anew():
     bank.crop(50)
     bank.fetch(torch.tensor([[1, 50, PAD]], dtype=torch.int32), 50)
     twin = copy.deepcopy(bank)
-    assert twin.lane is not bank.lane, "two copies may be at work in two threads"
+    assert twin.copy_engine is not bank.copy_engine, "two copies may be at work in two threads"
     assert attended(twin, 50, states(1)) == [None, None]
     for each in (bank, twin):
         each.crop(50)
@@ -180,5 +180,5 @@ def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding
 
 def test_an_unknown_offload_is_refused(build, decoding):
     model = build(**LAYERS)
-    with pytest.raises(HeadwiseError, match="unknown offload 'cpu'; known: auto, never, packed"):
+    with pytest.raises(HeadwiseError, match="one of auto, never, packed, got 'cpu'"):
         decoding(model).new_cache(model, offload="cpu")

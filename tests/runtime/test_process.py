@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kernels.patterns import LayerPlan, make
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.allocator import in_huge_pages, keep_freed_memory
 from runtime.attention import state
 from tests.runtime.omnikv import LAYERS
@@ -147,7 +147,7 @@ def _few_objects():
 @pytest.mark.usefixtures("_few_objects")
 def test_nothing_is_left(work, build, artifact_for, decoding, ids):
     model, filtering, prompt = build(), build(**LAYERS), ids(140)
-    plain = Headwise(artifact_for(model))
+    plain = LoadedArtifact(artifact_for(model))
     handle = decoding(filtering, prefill_ratio=0.5).apply(filtering)
 
     def serve():
@@ -194,7 +194,7 @@ def test_two_models_with_two_artifacts_in_two_threads(build, artifact_for, decod
     plain, choosing = build(), build(seed=1, **LAYERS)
     prompts = [ids(length, seed=length) for length in (200, 90, 150)] * 2
     handles = {
-        id(plain): Headwise(artifact_for(plain)).apply(plain),
+        id(plain): LoadedArtifact(artifact_for(plain)).apply(plain),
         id(choosing): decoding(choosing).apply(choosing),
     }
 
@@ -220,8 +220,8 @@ def test_two_models_with_two_artifacts_in_two_threads(build, artifact_for, decod
 
 def test_one_model_is_applied_and_undone_while_another_serves(build, artifact_for, ids):
     busy, other, prompt = build(), build(seed=1), ids(200)
-    headwise, one_at_a_time = Headwise(artifact_for(other)), Lock()
-    with Headwise(artifact_for(busy)).apply(busy, strict=True) as handle:
+    headwise, one_at_a_time = LoadedArtifact(artifact_for(other)), Lock()
+    with LoadedArtifact(artifact_for(busy)).apply(busy, strict=True) as handle:
         expected = busy(prompt).logits
 
         def serve(_):
@@ -246,7 +246,7 @@ def test_a_fault_is_said_once_by_all_threads(build, artifact_for, ids, warnings,
 
     model, prompt = build(), ids(200)
     monkeypatch.setattr("kernels.registry.run_by", fails)
-    with Headwise(artifact_for(model)).apply(model) as handle, ThreadPoolExecutor(4) as pool:
+    with LoadedArtifact(artifact_for(model)).apply(model) as handle, ThreadPoolExecutor(4) as pool:
 
         def run(_):
             with torch.no_grad():

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.cache_utils import QuantizedLayer
 
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.attention.state import layer_of
 from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
@@ -304,13 +304,13 @@ def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, i
     model, prompt = build(), ids(200)
     dense = model(prompt).logits
     artifact = artifact_for(model)
-    with Headwise(artifact).apply(model, backend="reference", strict=True) as handle:
+    with LoadedArtifact(artifact).apply(model, backend="reference", strict=True) as handle:
         sparse = model(prompt).logits
         twin = copied(model, tmp_path)
         assert all(layer_of(module) is None for module in twin.modules())
         assert twin.config._attn_implementation == "sdpa"
         assert torch.equal(twin(prompt).logits, dense)
-        with Headwise(artifact).apply(twin, backend="reference", strict=True) as other:
+        with LoadedArtifact(artifact).apply(twin, backend="reference", strict=True) as other:
             assert torch.equal(twin(prompt).logits, sparse)
             assert other.stats() == {"sparse": 2, "dense": {}}
         assert torch.equal(twin(prompt).logits, dense)

@@ -141,7 +141,7 @@ GEMMA4_SHARED = {
     "hidden_size_per_layer_input": 16,
 }
 
-_OWN = "and never asks transformers' attention interface"
+_OWN = "and never calls transformers' attention interface"
 # What apply refuses, by class: the configuration's sizes, and the cause that it names.
 REFUSED: dict[str, dict[str, Any]] = {
     "FalconForCausalLM": {
@@ -171,8 +171,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "index_head_dim": 32,
         "index_topk": 64,
         "cause": (
-            "chooses the keys of each query itself (DeepseekV32Indexer): no "
-            "other choice can be put in its place"
+            "selects the keys of each query itself (DeepseekV32Indexer): "
+            "patterns cannot replace its selection"
         ),
     },
 }
@@ -225,7 +225,7 @@ for _name in SINCE_5_24:
         FAMILIES[_name] = _sizes | {"num_key_value_heads": 4}
     else:
         REFUSED[f"{_name}ForCausalLM"] = _sizes | {
-            "cause": f"computes attention by itself ({_name}Attention) {_OWN}"
+            "cause": f"computes its own attention ({_name}Attention) {_OWN}"
         }
 
 

@@ -14,7 +14,7 @@ from runtime.omnikv.decode import OmniKV
 from runtime.vllm import register
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.engine import Engine
-from runtime.vllm.filters import Chooser
+from runtime.vllm.filters import FilterDecode
 from runtime.vllm.forward import SparseImpl
 
 SECTION = artifacts.OmniKV(filter_layers=(1,), budget=40, window=1)
@@ -91,11 +91,11 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose, caplog):
         ("ALWAYS", {}, "UNIFORM_BATCH"),
         ("UNIFORM_BATCH", {}, "UNIFORM_BATCH"),
         ("UNIFORM_SINGLE_TOKEN_DECODE", {}, "UNIFORM_SINGLE_TOKEN_DECODE"),
-        ("ALWAYS", {"chooser": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
-        ("UNIFORM_BATCH", {"chooser": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
-        ("NEVER", {"chooser": CHOOSES}, "NEVER"),
-        ("ALWAYS", {"chooser": CHOOSES | {"group": object()}}, "NEVER"),
-        ("ALWAYS", {"chooser": CHOOSES, "kv_cache": object()}, "NEVER"),
+        ("ALWAYS", {"decode": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("UNIFORM_BATCH", {"decode": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("NEVER", {"decode": CHOOSES}, "NEVER"),
+        ("ALWAYS", {"decode": CHOOSES | {"group": object()}}, "NEVER"),
+        ("ALWAYS", {"decode": CHOOSES, "kv_cache": object()}, "NEVER"),
         ("ALWAYS", {"kv_cache": object()}, "NEVER"),
         ("ALWAYS", {"dense": True}, "UNIFORM_BATCH"),
         ("ALWAYS", {"drafts": 15}, "UNIFORM_BATCH"),
@@ -113,15 +113,15 @@ def test_graphs_are_of_what_can_be_replayed(monkeypatch, parents, artifact, ours
     class Builder(SparseBuilder, Parent):  # type: ignore[misc]
         pass
 
-    has = {"chooser": None, "kv_cache": None, "dense": False, "drafts": None, **(artifact or {})}
+    has = {"decode": None, "kv_cache": None, "dense": False, "drafts": None, **(artifact or {})}
     at_work: Any = object.__new__(Engine)
-    chooser = (
+    filter_decode = (
         None
-        if has["chooser"] is None
-        else Chooser(OmniKV(**has["chooser"]), requests=8, longest=512)
+        if has["decode"] is None
+        else FilterDecode(OmniKV(**has["decode"]), requests=8, longest=512)
     )
     kept = SimpleNamespace(kv_cache=has["kv_cache"])
-    at_work.__dict__.update(chooser=chooser, dense=has["dense"], artifact=kept)
+    at_work.__dict__.update(filter_decode=filter_decode, dense=has["dense"], artifact=kept)
     monkeypatch.setattr(
         "runtime.vllm.builder.engine_of", lambda _: None if artifact is None else at_work
     )

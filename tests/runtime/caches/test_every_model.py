@@ -10,7 +10,7 @@ from torch import Tensor
 
 import artifacts
 from artifacts import Full, HeadwiseError, Streaming
-from runtime import Headwise
+from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers, text_config
 from tests.runtime.batches import fed
@@ -20,9 +20,9 @@ CLOSE: dict[str, Any] = {"atol": 2e-3, "rtol": 1e-3}
 STREAM = Streaming(sinks=4, window=12)
 # Reason why a cache cannot serve a model, by what the message has.
 CAUSES = {
-    "falcon_h1": "LinearAttentionAndFullAttentionLayer in transformers, not a cache of its own",
-    "zaya": "LinearAttentionAndFullAttentionLayer in transformers, not a cache of its own",
-    "inkling_text": "LinearAttentionAndSlidingWindowAttentionLayer in transformers, not a cache",
+    "falcon_h1": "LinearAttentionAndFullAttentionLayer in transformers: the kv_cache section",
+    "zaya": "LinearAttentionAndFullAttentionLayer in transformers: the kv_cache section",
+    "inkling_text": "LinearAttentionAndSlidingWindowAttentionLayer in transformers: the kv_cache",
     "gemma3n_text": "reads the keys and values of another layer",
     "minimax": "MiniMaxForCausalLM cannot be called with such a cache: MiniMax uses cache",
     "diffllama": r"layer 0 \(DiffLlamaAttention\) computes with keys or values between its cache",
@@ -47,13 +47,13 @@ UNLIKE_THEMSELVES = {"moshi"}
 exhaustive = pytest.mark.exhaustive
 
 
-def keeping(model: Any, policy: Any) -> Headwise:
+def keeping(model: Any, policy: Any) -> LoadedArtifact:
     """One policy for all layers that see every token."""
     modules = attention_layers(model)
     free = modules.keys() - sliding_layers(modules)
     count = text_config(model).num_hidden_layers
     rows = tuple("it" if number in free else None for number in range(count))
-    return Headwise(
+    return LoadedArtifact(
         artifacts.Artifact(
             model=fingerprint(model, name="tiny"),
             search=None,

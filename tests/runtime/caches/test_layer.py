@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 import artifacts
 from artifacts import H2O, Full, HeadwiseError, SnapKV, Streaming
-from runtime import Headwise, memory_report
+from runtime import LoadedArtifact, memory_report
 from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
 
@@ -169,7 +169,7 @@ def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, ids
     section = artifacts.KVCache(
         policies={"s": rows[0], "full": Full()}, layers=("s", *["full"] * 5)
     )
-    both = Headwise(artifacts.Artifact(**{**dict(omnikv.artifact), "kv_cache": section}))
+    both = LoadedArtifact(artifacts.Artifact(**{**dict(omnikv.artifact), "kv_cache": section}))
     with omnikv.apply(model) as handle:
         expected = fed(model, tokens, (100, 1), handle.new_cache())
     with both.apply(model) as handle:

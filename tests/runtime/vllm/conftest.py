@@ -24,7 +24,7 @@ from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine, ServedLayer, number_of
 from runtime.vllm.forward import SparseImpl
-from runtime.vllm.step import halves
+from runtime.vllm.step import split_kv
 
 H, G, D, PAGE = 4, 2, 32, 16
 CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-5}
@@ -119,7 +119,7 @@ class Parent:
         common = metadata.common
         if self.stored is not None:
             cache = cache.view(self.stored).float() * torch.tensor([0.5] * D + [0.25] * D)
-        k, v = halves(cache, ours=False)
+        k, v = split_kv(cache, ours=False)
         spans = pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])
         for i, (start, end) in enumerate(spans):
             if end > start:
@@ -162,7 +162,7 @@ def engine(ours, stored):
             prefill=SimpleNamespace(dense_below=128, dense_tail=0), evidence=artifacts.Evidence()
         ),
         longest=512,
-        chooser=None,
+        filter_decode=None,
         counters=Counters(),
         dense=None,
         size=1,

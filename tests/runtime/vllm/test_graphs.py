@@ -24,8 +24,8 @@ from kernels.decode import MAX_QUERIES
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import KEY
 from runtime.vllm.counters import Counters
-from runtime.vllm.filters import Chooser
-from runtime.vllm.step import store
+from runtime.vllm.filters import FilterDecode
+from runtime.vllm.step import write_kv
 from tests.runtime.vllm.conftest import (
     CLOSE,
     PAGE,
@@ -115,7 +115,7 @@ class Buffers:
         for cache, requests in zip(self.caches, self.keys, strict=True):
             for row, (k, v) in zip(self.table, requests, strict=True):
                 slots = slots_of(row, torch.arange(len(k)))
-                (store if self._engine.ours else interleaved)(cache, k, v, slots)
+                (write_kv if self._engine.ours else interleaved)(cache, k, v, slots)
 
     def common(self) -> Common:
         """The metadata of a step, as vLLM makes it."""
@@ -161,7 +161,7 @@ def section(request, engine):
     """A decode section at work in `engine`, whose builder captures as vLLM's do."""
     section = artifacts.OmniKV(**SECTION, window=1, **request.param)
     selector = Selector(section, range(4))
-    engine.at_work.chooser = Chooser(selector, requests=REQUESTS, longest=LONGEST)
+    engine.at_work.filter_decode = FilterDecode(selector, requests=REQUESTS, longest=LONGEST)
     engine.layer["plan"] = None
     return section
 
@@ -215,7 +215,7 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine, section):
         metadata = engine.builder.build(0, common)
         buffers.forward(metadata)
     buffers.check(section, lengths)
-    assert getattr(metadata, KEY).chosen[0].k_len == 512 + 3
+    assert getattr(metadata, KEY).decodes[0].k_len == 512 + 3
     # The host counts by its bounds.
     read = [count(section, length + 3) for length in lengths]
     read = [tokens for tokens, length in zip(read, lengths, strict=True) if tokens < length + 3]
@@ -241,12 +241,12 @@ def test_the_profiling_run_takes_what_a_step_will_take(engine, section, monkeypa
     with monkeypatch.context() as profiling:
         profiling.setattr(Parent, "forward", lambda *args: args[-1])
         buffers.forward(None)
-    chooser = engine.at_work.chooser
-    (slots,) = chooser._slots.values()
+    filter_decode = engine.at_work.filter_decode
+    (slots,) = filter_decode._slots.values()
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, count(section, LONGEST))
-    # Nothing is chosen by that.
-    assert engine.at_work.counters.tokens_read is None and not chooser._chosen
+    # No tokens are selected by that.
+    assert engine.at_work.counters.tokens_read is None and not filter_decode._tokens
     buffers.fill(STEPS[0])
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
     whole, drafts, step_of_all = scored

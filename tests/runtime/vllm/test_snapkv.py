@@ -11,7 +11,7 @@ from torch import Tensor
 import artifacts
 from runtime.caches.snapkv import left_of
 from runtime.vllm.batch import Chunk
-from runtime.vllm.keep import Snap
+from runtime.vllm.paged_policies import PagedSnapKV
 from tests.runtime.vllm.conftest import (
     CLOSE,
     EIGHT,
@@ -38,7 +38,7 @@ class Sequence:
         self.q = torch.randn(total, H, D)
         self.k, self.v = torch.randn(2, total, G, D)
 
-    def kept(self, snap: Snap) -> Tensor:
+    def kept(self, snap: PagedSnapKV) -> Tensor:
         """(G, L) which tokens of the prompt each KV head keeps, in plain torch and fp32."""
         n, seen = self.prompt, torch.ones(G, self.prompt, dtype=torch.bool)
         for head, policy in enumerate(snap.policies):
@@ -54,7 +54,7 @@ class Sequence:
             seen[head, n - window :] = True
         return seen
 
-    def expected(self, snap: Snap) -> Tensor:
+    def expected(self, snap: PagedSnapKV) -> Tensor:
         """Attention (T, H, D) of every token: all before it in the prompt, then what is kept and
         what was generated."""
         n = self.prompt
@@ -66,7 +66,9 @@ class Sequence:
         return torch.cat([whole, by_choice((self.q[n:], self.k, self.v), seen)])
 
 
-def step(engine: Any, cache: Tensor, snap: Snap, parts: list[tuple[Sequence, int]]) -> list[Tensor]:
+def step(
+    engine: Any, cache: Tensor, snap: PagedSnapKV, parts: list[tuple[Sequence, int]]
+) -> list[Tensor]:
     """Compute so many tokens of each sequence; what comes out. Pages that go back to vLLM are
     poisoned."""
     q_lens = [n for _, n in parts]
@@ -113,8 +115,8 @@ CUTS = {
     [*((cuts, (A, B), None) for cuts in CUTS), ("mixed", (A, A), None), ("mixed", (B, B), EIGHT)],
 )
 def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
-    snap = Snap(policies, prompts=8)
-    engine.layer.update(keeps=snap, plan=None)
+    snap = PagedSnapKV(policies, prompts=8)
+    engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
         _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
     )
@@ -137,7 +139,7 @@ def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
 
 
 def test_windows_of_requests_that_were_given_up_go():
-    snap, q = Snap((artifacts.SnapKV(window=16),), prompts=2), torch.randn(1, H, 20, D)
+    snap, q = PagedSnapKV((artifacts.SnapKV(window=16),), prompts=2), torch.randn(1, H, 20, D)
     for page in range(5):
         assert snap.voting(page, Chunk(0, 0, 20, 20, 30), q) is None
     # Only what of the window there was is left, of the last two.
@@ -151,19 +153,19 @@ def test_windows_of_requests_that_were_given_up_go():
 
 
 def test_the_profiling_run_moves_the_longest_prompt(engine, monkeypatch):
-    import runtime.vllm.keep as keep
+    from runtime.vllm import paged_policies
 
     copied: list[torch.Size] = []
-    gathered = keep.gathered
+    gathered = paged_policies.gathered
 
     def noted(*args):
         made = gathered(*args)
         copied.append(made.shape)
         return made
 
-    monkeypatch.setattr(keep, "gathered", noted)
+    monkeypatch.setattr(paged_policies, "gathered", noted)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
-    engine.layer.update(keeps=Snap((A, B)), plan=None)
+    engine.layer.update(policy=PagedSnapKV((A, B)), plan=None)
     query = torch.randn(10, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query))
     assert copied == [(1, G, engine.at_work.longest, D)] * 2

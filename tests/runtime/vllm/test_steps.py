@@ -21,9 +21,9 @@ from runtime.omnikv.select import Selector
 from runtime.vllm.batch import prefills_of, requests_of
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine
-from runtime.vllm.filters import Chooser
-from runtime.vllm.keep import Snap, Stream
-from runtime.vllm.step import halves, quantised, store
+from runtime.vllm.filters import FilterDecode
+from runtime.vllm.paged_policies import PagedSnapKV, PagedStreaming
+from runtime.vllm.step import quantised, split_kv, write_kv
 from tests.runtime.vllm.conftest import (
     CLOSE,
     EIGHT,
@@ -120,8 +120,8 @@ def test_our_pages_hold_what_was_stored(length, padded_pages):
     key, value = torch.randn(2, length + 3, G, D)
     at = torch.arange(length)
     # Padding at the end of a step has no slot.
-    store(cache, key, value, torch.cat([slots_of(pages, at), torch.full((2,), -1)]))
-    for held, given in zip(halves(cache, ours=True), (key, value), strict=True):
+    write_kv(cache, key, value, torch.cat([slots_of(pages, at), torch.full((2,), -1)]))
+    for held, given in zip(split_kv(cache, ours=True), (key, value), strict=True):
         assert torch.equal(held[pages[at // PAGE].long(), at % PAGE], given[:length])
     assert cache[[page for page in range(1, 7) if page not in pages]].isnan().all()
 
@@ -131,7 +131,7 @@ def test_our_pages_hold_what_was_stored(length, padded_pages):
 )
 def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
     stream = artifacts.Streaming(sinks=sinks, window=window, positions="original")
-    engine.layer.update(keeps=Stream((stream,)), plan=None)
+    engine.layer.update(policy=PagedStreaming((stream,)), plan=None)
     engine.builder._drops = engine.builder._exact = True
     engine.impl.sinks = SINKS
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
@@ -154,13 +154,13 @@ def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
 def test_layers_read_what_filter_layers_chose(engine):
     section = artifacts.OmniKV(**SECTION, budget=40, window=1)
     selector = Selector(section, range(4))
-    engine.at_work.chooser = Chooser(selector, requests=4, longest=512)
+    engine.at_work.filter_decode = FilterDecode(selector, requests=4, longest=512)
     # Decode, short and long; a prefill; drafts to verify, of two lengths.
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
     metadata = engine.builder.build(0, common)
     chose: dict[int, Tensor] = {}
     # Layer 0 attends to everything and chooses nothing.
-    assert set(engine.at_work.chooser.roles) == {1, 2, 3}
+    assert set(engine.at_work.filter_decode.roles) == {1, 2, 3}
     for number in (0, 1, 2, 3):
         outputs, inputs, _ = serve(engine, common, number=number, metadata=metadata)
         for request in (0, 3, 4, 5, 6):
@@ -176,10 +176,12 @@ def test_layers_read_what_filter_layers_chose(engine):
 
 def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine):
     selector = Selector(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2))
-    engine.at_work.chooser = Chooser(selector, requests=1, longest=512)
+    engine.at_work.filter_decode = FilterDecode(selector, requests=1, longest=512)
     (out,), (given,), _ = serve(engine, step((1, 300)), number=2)
     torch.testing.assert_close(out, by_choice(given), **CLOSE)
-    assert engine.at_work.counters.report()["fallbacks"] == {"filter layer 1 has chosen nothing": 1}
+    assert engine.at_work.counters.report()["fallbacks"] == {
+        "filter layer 1 selected no tokens in this step": 1
+    }
 
 
 def test_attention_sinks(engine):
@@ -367,14 +369,14 @@ def layer_of_patterns(engine: Any) -> Common:
 
 def layer_that_streams(engine: Any) -> Common:
     stream = artifacts.Streaming(sinks=4, window=256, positions="original")
-    engine.layer.update(keeps=Stream((stream,)), plan=None)
+    engine.layer.update(policy=PagedStreaming((stream,)), plan=None)
     engine.builder._drops = engine.builder._exact = True
     return step((256, 1024))
 
 
 def layer_that_elects(engine: Any) -> Common:
-    snap = Snap((artifacts.SnapKV(budget=40, window=8, pool=5),) * G, prompts=8)
-    engine.layer.update(keeps=snap, plan=None)
+    snap = PagedSnapKV((artifacts.SnapKV(budget=40, window=8, pool=5),) * G, prompts=8)
+    engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
         _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
     )
@@ -385,7 +387,9 @@ def layer_that_elects(engine: Any) -> Common:
 
 def filter_layer(engine: Any, requests: int = 8) -> Common:
     section = artifacts.OmniKV(filter_layers=(0,), dense_layers=(), selector="last", budget=40)
-    engine.at_work.chooser = Chooser(Selector(section, range(2)), requests=requests, longest=1024)
+    engine.at_work.filter_decode = FilterDecode(
+        Selector(section, range(2)), requests=requests, longest=1024
+    )
     engine.layer["plan"] = None
     return step(*[(1, 1024)] * requests)
 
@@ -413,12 +417,12 @@ def test_the_largest_step_takes_no_more_memory_than_the_profiling_run(engine, la
     output = torch.empty_like(query)
     nothing = torch.empty(0)
 
-    def rehearse():
+    def profile_memory():
         engine.impl.forward(LAYER, query, None, None, nothing, None, output)
 
     # A first run builds kernels and makes what all steps share.
-    rehearse()
-    rehearsed = peak_memory(rehearse)
+    profile_memory()
+    rehearsed = peak_memory(profile_memory)
     metadata = engine.builder.build(0, common)
     tokens = common.num_actual_tokens
     key, value = torch.randn(2, tokens, G, D)

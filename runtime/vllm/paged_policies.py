@@ -1,7 +1,7 @@
-"""Layers that drop tokens in vLLM: their attention, and the pages that they give back.
+"""Layers that drop tokens in vLLM: their attention, and the pages that they free.
 
-KEEPS lists the policies that are served here, a class each. Pages of dropped tokens go back to
-vLLM's pool, as runtime.vllm.specs tells its scheduler.
+PAGED_POLICIES lists the policies that are served here, a class each. Pages of dropped tokens
+return to vLLM's pool, through the specifications of runtime.vllm.specs.
 
 Shapes: P pages of the cache, S tokens of a page, N pages of a request; H query heads and G KV heads
 of this process, Q new tokens of a request, D head dim; n requests of a group, L tokens of a prompt,
@@ -25,14 +25,14 @@ from runtime.vllm.batch import Chunk, Group
 from runtime.vllm.step import LayerStep
 
 
-class Keeps(ABC):
+class PagedPolicy(ABC):
     """Policy of one layer, which drops tokens, at work in vLLM.
 
     A subclass is made of the policies of all KV heads of the model, the slice of those heads that
     are in this process, and the most requests at a time.
     """
 
-    # Reason why no prefill goes by patterns, None where they may serve.
+    # Reason why no prefill uses patterns, None if patterns may serve.
     why_dense: ClassVar[str | None] = None
     # True if `attend` needs the lengths of prompts.
     asks_prompts: ClassVar[bool] = False
@@ -49,13 +49,13 @@ class Keeps(ABC):
 
     @abstractmethod
     def spec(self, full: Any) -> Any:
-        """KVCacheSpec of the layer, given that of a layer which keeps every token."""
+        """KVCacheSpec of the layer, from that of a layer which keeps every token."""
 
-    def rehearse(self, step: LayerStep, chunk: Chunk) -> None:  # noqa: B027
+    def profile_memory(self, step: LayerStep, chunk: Chunk) -> None:  # noqa: B027
         """Use the memory, beyond the output, that the last chunk of the longest prompt takes."""
 
 
-class Stream(Keeps):
+class PagedStreaming(PagedPolicy):
     """First tokens and a window of the last (StreamingLLM, section 3.2), by text positions.
 
     All KV heads of a layer keep the same.
@@ -75,27 +75,27 @@ class Stream(Keeps):
         return f"{self.policy.sinks} first and {self.policy.window} last tokens"
 
     def attend(self, step: LayerStep, served: Sequence[Chunk]) -> None:
-        """See Keeps.attend; neither patterns nor a decode section serve such a layer."""
+        """See PagedPolicy.attend; neither patterns nor a decode section serve such a layer."""
         # Drafts of one request see different tokens.
-        groups, chunks = step.batch.rest(most=1)
+        groups, chunks = step.batch.rest(limit=1)
         for group in groups:
-            if self.policy not in group.kept:
-                group.kept[self.policy] = self._tokens(group)
-            step.decode(group, group.kept[self.policy])
+            if self.policy not in group.rows_read:
+                group.rows_read[self.policy] = self._tokens(group)
+            step.decode(group, group.rows_read[self.policy])
         for chunk in chunks:
             _, output, _ = step.of(chunk)
             output.copy_(self._chunk(step, chunk))
             step.rescale(output)
 
     def spec(self, full: Any) -> Any:
-        """See Keeps.spec."""
+        """See PagedPolicy.spec."""
         from runtime.vllm.specs import StreamingSpec, shape_of
 
         policy = self.policy
         return StreamingSpec(sliding_window=policy.window, sinks=policy.sinks, **shape_of(full))
 
-    def rehearse(self, step: LayerStep, chunk: Chunk) -> None:
-        """See Keeps.rehearse: both parts of the softmax in fp32."""
+    def profile_memory(self, step: LayerStep, chunk: Chunk) -> None:
+        """See PagedPolicy.profile_memory: both parts of the softmax in fp32."""
         self._chunk(step, chunk)
 
     def _chunk(self, step: LayerStep, chunk: Chunk) -> Tensor:
@@ -127,13 +127,13 @@ class Stream(Keeps):
         return torch.where(tokens < ends, tokens, PAD)
 
 
-class Snap(Keeps):
+class PagedSnapKV(PagedPolicy):
     """The part of each prompt that its last queries elect, and all that is generated (SnapKV).
 
-    A page has slots for every KV head, so the first rows of a request may hold other tokens in
+    A page has slots for every KV head, so the first rows of a request may hold different tokens in
     each. The elected tokens move there when the last chunk of the prompt is computed. Generated
-    tokens stay in the rows that vLLM gives them, from the prompt's end on. Rows between are read no
-    more.
+    tokens stay in the rows that vLLM assigned, from the prompt's end on. Rows between are no longer
+    read.
     """
 
     asks_prompts = True
@@ -144,7 +144,7 @@ class Snap(Keeps):
     ) -> None:
         self.every = policies
         self.policies = policies[heads]
-        # The most queries that vote.
+        # Maximum of voting queries.
         self.window = max(policy.window for policy in self.policies)
         # Votes so far of prompts that are computed in part, the latest last, by the request's first
         # page, which no other request has. In the host's memory: vLLM's cache has the device's.
@@ -157,7 +157,7 @@ class Snap(Keeps):
         return f"{text} of each prompt, as its last queries choose"
 
     def attend(self, step: LayerStep, served: Sequence[Chunk]) -> None:
-        """See Keeps.attend; a generated token sees the kept prompt and all generated since."""
+        """See PagedPolicy.attend; a generated token sees the kept prompt and all later tokens."""
         step.attend(served)
         for chunk in step.batch.requests:
             if chunk.generated:
@@ -167,18 +167,18 @@ class Snap(Keeps):
             if voting is not None:
                 self.move(step, voting, chunk)
         for group in step.batch.generated:
-            if self.policies not in group.kept:
-                group.kept[self.policies] = self._rows(group)
-            step.decode(group, group.kept[self.policies])
+            if self.policies not in group.rows_read:
+                group.rows_read[self.policies] = self._rows(group)
+            step.decode(group, group.rows_read[self.policies])
 
     def spec(self, full: Any) -> Any:
-        """See Keeps.spec."""
+        """See PagedPolicy.spec."""
         from runtime.vllm.specs import PromptSpec, shape_of
 
         return PromptSpec(policies=tuple(sorted(set(self.every), key=repr)), **shape_of(full))
 
-    def rehearse(self, step: LayerStep, chunk: Chunk) -> None:
-        """See Keeps.rehearse: copies of the longest prompt."""
+    def profile_memory(self, step: LayerStep, chunk: Chunk) -> None:
+        """See PagedPolicy.profile_memory: copies of the longest prompt."""
         window = min(self.window, chunk.prompt)
         _, heads, dim = step.query.shape
         self.move(step, step.query.new_zeros(1, heads, window, dim), chunk)
@@ -202,7 +202,7 @@ class Snap(Keeps):
             return voting
         self._begun[page] = voting.to("cpu", copy=True)
         if len(self._begun) > self._prompts:
-            # The oldest is of a request that was given up.
+            # The oldest is of an aborted request.
             del self._begun[next(iter(self._begun))]
         return None
 
@@ -242,8 +242,8 @@ class Snap(Keeps):
             [(chunk.prompt, chunk.k_len) for chunk in group.chunks], dtype=torch.long
         )
         prompts, ends = lengths[:, :, None, None].unbind(1)
-        kept = [[left_of(each, c.prompt, c.prompt) for each in policies] for c in group.chunks]
-        left = torch.tensor(kept, dtype=torch.long)[..., None]
+        counts = [[left_of(each, c.prompt, c.prompt) for each in policies] for c in group.chunks]
+        left = torch.tensor(counts, dtype=torch.long)[..., None]
         rows = torch.arange(int((left + ends - prompts).max()))
         rows = torch.where(rows < left, rows, prompts - left + rows)
         rows = torch.where(rows < ends, rows, PAD).to(torch.int32)
@@ -259,20 +259,20 @@ def gathered(cache: Tensor, pages: Tensor, k_len: int) -> Tensor:
 
 
 # By the kind of the policy's record.
-KEEPS: dict[str, Callable[[tuple[Any, ...], slice, int], Keeps]] = {
-    "streaming": Stream,
-    "snapkv": Snap,
+PAGED_POLICIES: dict[str, Callable[[tuple[Any, ...], slice, int], PagedPolicy]] = {
+    "streaming": PagedStreaming,
+    "snapkv": PagedSnapKV,
 }
 
 
-def keeps_of(
+def paged_policies(
     artifact: artifacts.Artifact, heads: slice = slice(None), prompts: int = 0
-) -> dict[int, Keeps]:
-    """Layers that drop tokens, of an artifact that vLLM can serve; see Keeps."""
+) -> dict[int, PagedPolicy]:
+    """Layers that drop tokens, of an artifact that vLLM can serve; see PagedPolicy."""
     return {
-        layer: KEEPS[policies[0].kind](policies, heads, prompts)
+        layer: PAGED_POLICIES[policies[0].kind](policies, heads, prompts)
         for layer, policies in policies_of(artifact).items()
-        if policies and policies[0].kind in KEEPS
+        if policies and policies[0].kind in PAGED_POLICIES
     }
 
 

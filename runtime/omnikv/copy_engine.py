@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 
-class Lane:
+class CopyEngine:
     """Copies of one bank: plain ones for a CPU, asynchronous ones for a GPU.
 
     For a GPU memory is pinned, and rows go out on one stream and come in on another. A thread
     gathers fetched rows, so that the launches of the layer after a filter layer do not wait for the
-    choice to reach the host.
+    selection to reach the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Lane:
         """Uninitialised memory of a bank: (nbytes,) uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
 
-    def send(self, target: Tensor, rows: Tensor) -> None:
+    def write(self, target: Tensor, rows: Tensor) -> None:
         """Copy rows of the device into a bank, after the work queued so far; waits for nothing."""
         if not self._cuda:
             target.copy_(rows)
@@ -47,15 +47,15 @@ class Lane:
         self._outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._outward):
             target.copy_(rows, non_blocking=True)
-        # Else the memory could be given to the computation while it is still being copied.
+        # Otherwise the allocator could reuse the memory while it is still being copied.
         rows.record_stream(self._outward)
 
-    def arrived(self) -> None:
+    def synchronize(self) -> None:
         """Wait on the host until the bank holds all rows sent."""
         if self._cuda:
             self._outward.synchronize()
 
-    def follow(self) -> None:
+    def wait_writes(self) -> None:
         """Order later copies to the device behind all rows sent."""
         if self._cuda:
             torch.cuda.current_stream(self.device).wait_stream(self._outward)

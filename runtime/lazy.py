@@ -1,4 +1,4 @@
-"""Tensors without memory, in place of data that is elsewhere, gone, or made when read.
+"""Tensors without memory, in place of data that is elsewhere, dropped, or made when read.
 
 Shapes: B batch, G KV heads, Q new tokens, D head dim."""
 
@@ -14,32 +14,32 @@ from torch.utils._pytree import tree_map_only
 from artifacts import HeadwiseError
 
 
-class StandIn(Tensor):
+class LazyTensor(Tensor):
     """Tensor of some shape, dtype and device; code that reads it as a tensor gets read()."""
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
         """Make one without anything to read yet."""
-        made: Self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        return made
+        tensor: Self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return tensor
 
     def read(self) -> Tensor:
-        """Give the data as a plain tensor."""
+        """Return the data as a plain tensor."""
         raise NotImplementedError
 
-    # Only __torch_dispatch__ is wanted: it sees the operations that composite ones come down to.
+    # __torch_dispatch__ suffices: it sees the operations of which composite ones consist.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(StandIn, lambda each: each.read(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyTensor, lambda each: each.read(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 class MisfitError(HeadwiseError):
-    """A model does with keys and values what no cache that drops tokens can serve."""
+    """A model uses keys and values in a way that no cache that drops tokens can serve."""
 
 
 class UnreadableError(MisfitError):
@@ -54,7 +54,7 @@ class UnreadableError(MisfitError):
         self.layer = layer
 
 
-class NewTokens(StandIn):
+class NewTokens(LazyTensor):
     """Keys (B, G, slots, D) or values of a cache that drops tokens; they cannot be read.
 
     Attributes:
@@ -72,9 +72,8 @@ class NewTokens(StandIn):
     def read(self) -> Tensor:
         """Raise UnreadableError."""
         raise UnreadableError(
-            "this cache drops keys and values, and only Headwise's attention can read what it "
-            "keeps: apply the artifact to the model (load(cfg).apply(model)) before the cache is "
-            "used; where set_attn_implementation() has ended an application, headwise.undo(model) "
-            "first",
+            "this cache drops keys and values, and only Headwise's attention can read it: apply "
+            "the artifact to the model (load(cfg).apply(model)) before the cache is used; if "
+            "set_attn_implementation() has ended an application, call headwise.undo(model) first",
             self.layer,
         )
