@@ -93,7 +93,7 @@ def mutant(chance: random.Random, known: list[tuple[str, bytes]]) -> tuple[bytes
     if chance.randrange(4):
         try:
             fields["content_sha256"] = content_sha256(fields)
-        except ValueError:
+        except (AttributeError, KeyError, TypeError, ValueError):
             fields["content_sha256"] = None
     lines = (f"{json.dumps(key)}: {as_yaml(value)}" for key, value in fields.items())
     written = "\n".join(lines).encode()
