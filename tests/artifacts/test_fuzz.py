@@ -36,7 +36,7 @@ from tests.artifacts.conftest import (
     hash_by_other_tools,
 )
 
-COUNT = int(os.environ.get("FUZZ", 450))
+COUNT = int(os.environ.get("FUZZ", 600))
 # Seconds of the processor for one mutant, which takes milliseconds; a busy machine makes nothing
 # hang.
 HANG = 20
