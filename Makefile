@@ -42,6 +42,7 @@ docs: $(VENV)/.installed $(DOCS_VENV)/.installed
 	$(BIN)/python -m headwise.command_page docs/commands.md
 	rm -rf build/docs && mkdir -p build && cp -r docs build/docs
 	cp -r notebooks CHANGELOG.md CONTRIBUTING.md SECURITY.md build/docs
+	mkdir build/docs/examples && cp examples/*.yaml build/docs/examples
 	$(BIN)/python -m headwise schema --out build/schema.json
 	$(DOCS_VENV)/bin/jsonschema2md build/schema.json build/fields.md
 	sed 's/^#/##/' build/fields.md >> build/docs/schema.md
