@@ -182,7 +182,7 @@ def test_the_pages_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch):
     small = {
         '"smollm2"': f'{str(folder)!r}, dtype="float32"',
         '"MODEL"': repr(str(folder)),
-        "# Quantise it": "model.train(); patch(model); before = state(model)  # Quantise it",
+        "# Quantize it": "model.train(); patch(model); before = state(model)  # Quantize it",
         'out="cfg.yaml"': 'out="cfg.yaml", name="patched"',
         "4096": "512",
         "bfloat16": "float32",
@@ -198,9 +198,9 @@ def test_the_pages_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch):
     assert len(BLOCKS) == 6 and (tmp_path / "report" / "index.html").is_file()
     model = names["model"]
     assert state(model) == names["before"]
-    assert names["found"].artifact.model.name == names["record"]["model"]["name"] == "patched"
+    assert names["result"].artifact.model.name == names["record"]["model"]["name"] == "patched"
     assert names["handle"].stats()["sparse"] == 3
-    assert names["result"].passes and [task.task for task in names["result"].tasks] == ["prose"]
+    assert names["gate"].passes and [task.task for task in names["gate"].tasks] == ["prose"]
     plain, tokenizer = loaded(folder)
     with pytest.raises(HeadwiseError, match="weights_sha256"):
         headwise.gate(plain, tokenizer, "cfg.yaml", length=LENGTH, tasks=["prose"])

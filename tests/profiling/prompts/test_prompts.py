@@ -122,7 +122,7 @@ def test_a_text_longer_than_the_models_positions_is_no_warning(story, caplog):
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        ("needles", "unknown task 'needles'; known: kv_retrieval"),
+        ("needles", "unknown task 'needles'; known: chain"),
         ("passkey@", "the parameter '' of the task 'passkey': it takes depth, each once"),
         ("passkey@hops=2", "the parameter 'hops=2' of the task 'passkey'"),
         ("passkey@depth=0,depth=1", "the parameter 'depth=1' of the task 'passkey'"),
