@@ -99,10 +99,9 @@ def attach(
     Args:
         settings: the user's options; the handle's also have the fields that depend on the model.
     """
-    known = [name for name, backend in BACKENDS.items() if "attention" in backend.ops]
-    if settings.backend not in ("auto", *known):
-        names = ", ".join(known)
-        raise HeadwiseError(f"backend must be one of auto, {names}, got {settings.backend!r}")
+    names = ["auto", *(name for name, backend in BACKENDS.items() if "attention" in backend.ops)]
+    if settings.backend not in names:
+        raise HeadwiseError(f"backend must be one of {', '.join(names)}, got {settings.backend!r}")
     with _changing:
         layers, settings = _plan(model, settings, artifact, check_weights)
         if settings.evicts and rehearsed(model) is None:

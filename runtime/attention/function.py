@@ -217,33 +217,35 @@ def dense_reason(call: Call) -> str | None:
 
 def attend_selected(call: Call) -> Tensor | None:
     """(B, H, Q, E) over selected tokens, of all or of a chunk's past; None if there are none."""
-    query = call.query
-    key = call.key
-    value = call.value
     layer = call.layer
     decode = layer.settings.decode
     role = layer.role
     assert decode is not None and role is not None
+    q_len = call.q_shape[2]
+    k_len = call.k_shape[2]
     cache = None
     if role.is_filter:
-        cache = take(layer.number, call.k_shape[0], call.k_shape[2])
+        cache = take(layer.number, call.k_shape[0], k_len)
     contiguous, starts = starts_of(call.mask)
     if not contiguous or call.sinks is not None or call.window is not None:
         return None
     if call.unsupported_reason is not None:
         return None
+    query = call.query
+    key = call.key
+    value = call.value
     options: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
-    if decode.serves(query, key):
+    if q_len <= MAX_QUERIES and k_len > decode.count(k_len):
         out = decode.attend(layer.number, role, query, key, value, cache, **options)
         if out is not None:
             layer.count("chosen")
         return out
-    if cache is not None and call.q_shape[2] > 1:
+    if cache is not None and q_len > 1:
         decode.after_prefill(cache, query, key, **options)
     context = call.context
     if context is None or context.ranges is None:
         return None
-    if query.shape[2] <= MAX_QUERIES or not pays(call):
+    if q_len <= MAX_QUERIES or not pays(call):
         return None
     kernel, reason = kernel_of(call)
     if reason is not None:

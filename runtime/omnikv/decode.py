@@ -49,10 +49,6 @@ class OmniKV(Selector):
         self.backend = backend
         self._step = _Step()
 
-    def serves(self, q: Tensor, k: Tensor) -> bool:
-        """True for decode by selected tokens: a few queries, more keys than the budget."""
-        return q.shape[2] <= MAX_QUERIES and k.shape[2] > self.count(k.shape[2])
-
     def attend(
         self,
         layer: int,
