@@ -61,8 +61,8 @@ class TileConfig:
 class KernelConfig:
     """Constants that are compiled into the attention kernel, no more than a call needs.
 
-    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split, split_values). Fields that are
-    not listed are those of a TileConfig, or flags for an argument of the call.
+    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split, split_values).
+    Fields that are not listed are those of a TileConfig, or flags for an argument of the call.
 
     Attributes:
         walk, tiles, columns: which entries some head of the launch has in addition to diagonal 0.
