@@ -128,7 +128,9 @@ def _text_losses(
         losses = forced_losses(model, begun, last)
         return {"blocks": None, "forced": float(losses.mean())}, None
     logits = text_logits(model, prompt.input_ids)
-    losses = token_losses(logits, torch.tensor(prompt.input_ids[1:], device=logits.device))
+    losses = token_losses(
+        logits, torch.tensor(prompt.input_ids[1:], device=logits.device, dtype=torch.long)
+    )
     record = {"blocks": _block_means(losses), "forced": float(losses[-last:].mean())}
     at = spread_positions(len(prompt.input_ids), POSITIONS).to(logits.device)
     return record, log_probabilities(logits[at])
