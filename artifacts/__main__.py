@@ -30,17 +30,17 @@ examples:
 
 
 def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
-    """The command line of headwise; verbs that are not asked for are only listed."""
+    """Return the parser of headwise; verbs not in `asked` are only listed, without arguments."""
     return _parsers(asked)[0]
 
 
 def parser_of(verb: str) -> ArgumentParser:
-    """The command line of a verb."""
+    """Return the parser of one verb."""
     return _parsers((verb,))[1][verb]
 
 
 def _parsers(asked: Collection[str]) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The parser of all verbs, and that of each."""
+    """Return the main parser, and the parser of each verb by name."""
     from importlib import import_module
 
     from artifacts.cli.options import add_arguments
@@ -65,7 +65,7 @@ def _parsers(asked: Collection[str]) -> tuple[ArgumentParser, dict[str, Argument
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run the verb and print what it gives; returns the exit status."""
+    """Parse the command line, run the verb, print its output and return the exit status."""
     from artifacts.cli.options import config_of
 
     if argv is None:
@@ -74,14 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         words = argv
     set_verbosity(0)
     namespace, left_over = parser(words).parse_known_args(words)
-    given = vars(namespace)
-    below = given.pop("parser")
+    values = vars(namespace)
+    below = values.pop("parser")
     if left_over:
         usage = " ".join(below.format_usage().split())
         below.error(f"unrecognized arguments: {' '.join(left_over)}; {usage}")
     one_process(below.prog)
-    verb = given.pop("module")
-    outcome = verb.run(config_of(verb.Config, given))
+    verb = values.pop("module")
+    outcome = verb.run(config_of(verb.Config, values))
     sys.stdout.write(outcome.text)
     return int(outcome.status)
 

@@ -1,4 +1,4 @@
-"""The errors that a user can put right."""
+"""Errors that a user can fix."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 
-# A field's own text may be in a line.
+# A line may contain the text of a field.
 _LONGEST_LINE = 800
 
 
 class HeadwiseError(ValueError):
-    """A user's mistake. str() is one clear line: what is wrong, the value, and what would be right.
+    """User error. str() is one line with the problem, the value, and the allowed values.
 
-    Commands print it as `error: <line>` and exit with `status` (see artifacts.cli.command);
-    anything else that escapes is a bug."""
+    Commands print it as `error: <line>` and exit with `status` (see artifacts.cli.command). Any
+    other exception that reaches the user is a bug.
+    """
 
     status = 2
 
 
 class Finding(HeadwiseError):
-    """Result that fails without a mistake, such as no artifact that passes its gate."""
+    """Negative result without a user error, such as no artifact that passes its gate."""
 
     status = 3
 
 
 class ArtifactError(HeadwiseError):
-    """An artifact that cannot be read, trusted or written."""
+    """Artifact that cannot be read, trusted or written."""
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """The value as it goes into an error's line: its repr, on one line, at most `limit`
-    characters."""
-    # Slicing first keeps a 16 MiB string from being quoted whole only to be cut.
+    """Return the repr of a value for an error message: one line, at most `limit` characters."""
+    # Slice first, so that a 16 MiB string is not quoted in full before it is cut.
     if isinstance(value, str | bytes):
         value = value[: limit + 1]
     text = repr(value)
@@ -42,12 +42,12 @@ def shorten(value: object, limit: int = 60) -> str:
 
 
 def reason(error: OSError) -> str:
-    """The system's own words for an OSError."""
+    """Return the system's message of an OSError."""
     return (error.strerror or str(error)).lower()
 
 
 def plural(count: int, noun: str) -> str:
-    """1 head, 2 heads, 1,024 heads."""
+    """Format a count with its noun: 1 head, 2 heads, 1,024 heads."""
     if count == 1:
         plural = ""
     else:
@@ -56,14 +56,14 @@ def plural(count: int, noun: str) -> str:
 
 
 def number(value: float) -> str:
-    """A measured number in four digits, large ones whole."""
+    """Format a measured number with four digits, large ones without decimals."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """0-3, 7 for 0, 1, 2, 3, 7."""
+    """Format numbers as ranges: 0-3, 7 for 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:
@@ -74,13 +74,13 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text with line breaks and control characters escaped, so that it prints as one line."""
+    """Escape line breaks and control characters, so that the text prints as one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Put the file's name in front of an ArtifactError's line, unless it begins with it."""
+    """Prefix the message of an ArtifactError with the file name, unless it has that prefix."""
     try:
         yield
     except ArtifactError as error:

@@ -1,4 +1,4 @@
-"""Atomic writes, which leave the old file or the new one, and reads that end."""
+"""Atomic writes, which leave the old or the new file, and reads that never block."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from pathlib import Path
 
 from artifacts.errors import ArtifactError, HeadwiseError, one_line, reason, shorten
 
-# File systems allow 255 bytes; the names of a sidecar and of a temporary file are longer than the
-# artifact's.
+# File systems allow 255 bytes. The names of the sidecar and the temporary file are longer than the
+# name of the artifact.
 _LONGEST_NAME = 200
 
 
 def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write beside `path`, flush to disk, rename onto it.
+    """Write a temporary file in the same directory, flush it to disk, and rename it to `path`.
 
-    After a failure `path` is as it was and nothing else is left.
+    After a failure `path` is unchanged and the temporary file is removed.
 
     Raises:
-        HeadwiseError: the file cannot be written; the line says why.
+        HeadwiseError: the file cannot be written; the message has the reason.
     """
     target = Path(path)
-    beside = _beside(target)
+    temporary = _beside(target)
     try:
         try:
             mode = None
             if target.exists():
                 mode = target.stat().st_mode & 0o777
-            _write_new(beside, data, mode=mode)
-            os.replace(beside, target)
+            _write_new(temporary, data, mode=mode)
+            os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise
         _sync_directory(target.parent)
     except OSError as error:
@@ -45,7 +45,7 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Check before long work starts that `path` can be written; leaves nothing behind.
+    """Check that `path` can be written, before long work starts; leave no file behind.
 
     Raises:
         HeadwiseError: `path` is empty or a directory, its directory is missing or refuses new
@@ -66,26 +66,26 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         else:
             wrong = "does not exist"
         raise HeadwiseError(f"cannot write {shown}: the directory {_quoted(folder)} {wrong}")
-    # Trying is the only test that also knows of read-only mounts, quotas and access lists.
+    # Only a trial write detects read-only mounts, quotas and access lists.
     try:
-        beside = _beside(target)
+        temporary = _beside(target)
         try:
-            _write_new(beside, b"", mode=None)
+            _write_new(temporary, b"", mode=None)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise HeadwiseError(f"cannot write {shown}: {reason(error)}") from error
 
 
 @contextlib.contextmanager
 def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make a folder for what is written inside; remove it after a failure if it stayed empty.
+    """Make an output folder; remove it after a failure if it is empty.
 
     Raises:
-        HeadwiseError: it cannot be made.
+        HeadwiseError: the folder cannot be made.
     """
     folder = Path(path)
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,19 +94,19 @@ def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(OSError):
-            for each in made:
+            for each in new_folders:
                 each.rmdir()
         raise
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file, or a link to one, to read; never waits for a pipe or a device.
+    """Open a regular file, or a link to one, for reading; never block on a pipe or device.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is something else: a directory, a pipe, a
-            device.
+        OSError: the file does not exist, cannot be read, or is not regular: a directory, a pipe or
+            a device.
     """
-    # Asked of the open file: what a path leads to may change after it was looked at.
+    # Check the open file: the target of a path may change after a check.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -121,8 +121,8 @@ def read_regular(path: Path, most: int, what: str) -> bytes:
     """Read a regular file of at most `most` bytes; `what` names it in the error.
 
     Raises:
-        ArtifactError: there is no such file, it cannot be read, is no regular file or too large;
-            the line names it.
+        ArtifactError: the file does not exist, cannot be read, is not regular, or is too large; the
+            message names it.
     """
     shown = one_line(str(path))
     try:
@@ -138,7 +138,7 @@ def read_regular(path: Path, most: int, what: str) -> bytes:
 
 
 def _quoted(path: str | os.PathLike[str]) -> str:
-    # Cut short later than other values: the end is what tells two paths apart.
+    # Paths get a higher length limit than other values: two paths often differ only at the end.
     return shorten(str(path), 400)
 
 
@@ -151,7 +151,7 @@ def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
     handle = os.open(path, flags, 0o666 if mode is None else mode)
     try:
         if mode is not None:
-            # Some file systems have no modes to set.
+            # Some file systems do not support file modes.
             with contextlib.suppress(PermissionError):
                 os.chmod(path, mode)
         rest = memoryview(data)
@@ -163,7 +163,7 @@ def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
 
 
 def _sync_directory(folder: Path) -> None:
-    """Make the rename survive a power cut, where the system can (Windows cannot)."""
+    """Make the rename survive a power failure, if the system supports it (Windows does not)."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

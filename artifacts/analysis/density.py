@@ -1,20 +1,23 @@
-"""Density of a pattern, computed over causal area, from its sizes alone: no tensors, no model.
+"""Density of a pattern from its sizes alone, without tensors or a model.
 
-Counted as the kernels count it, in tiles of 64 queries by 64 keys, whole prompts at once. Exact for
-every pattern that is the same on all prompts, and for block-sparse without a coverage. Where the
-prompt chooses, the count is of the plainest choice: a vertical-slash head's columns are taken to be
-the first and its diagonals the nearest, and a coverage to need all that the sizes allow. A real
-prompt's columns and diagonals lie apart, which takes more tiles, and further on, where fewer
-queries see them, which takes less: it is an estimate either way. What skip-softmax skips no size
-says."""
+Density is the computed area divided by the causal area. Tiles are counted as in the kernels: 64
+queries by 64 keys, over a whole prompt. The count is exact for every pattern that is the same on
+all prompts, and for block-sparse without a coverage.
+
+For patterns that depend on the prompt, the count is an estimate. It assumes that the columns of a
+vertical-slash head are the first keys and its diagonals are the nearest ones, and that a coverage
+needs everything that the sizes allow. On a real prompt, columns and diagonals are spread out, which
+takes more tiles. They are also further on, where fewer queries see them, which takes fewer tiles.
+The density of skip-softmax cannot be derived from its sizes.
+"""
 
 from __future__ import annotations
 
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.patterns import TILE, AnyPattern, Layout, grown, num_tiles
 
-# Longer than any model's prompts; a file may claim any length, and counting takes time and memory
-# for each tile.
+# Longer than the prompts of any model. A file can contain any length, and the count takes time and
+# memory for each tile.
 LONGEST = 2**24
 
 
@@ -24,13 +27,16 @@ def density(
     *,
     dense_tail: int = 0,
 ) -> float | None:
-    """Density on a prompt of `length` tokens, in tiles; above 1 where dense would cost less.
+    """Density on a prompt of `length` tokens, in tiles; above 1 if dense attention costs less.
 
     Args:
-        pattern: whose sizes are counted, as they are at this length.
-        length: of the prompt, in tokens; the density is None above LONGEST, and of skip_softmax,
-            which multiplies every tile and goes on with those whose scores are high.
-        dense_tail: last queries that see every key, whatever the pattern.
+        pattern: pattern with its sizes at this length.
+        length: prompt length in tokens.
+        dense_tail: number of last queries that see every key, for every pattern.
+
+    Returns:
+        The density, or None above LONGEST and for skip_softmax. skip_softmax computes the scores of
+        every tile and uses the values only of tiles with high scores.
     """
     if length > LONGEST:
         return None
@@ -46,16 +52,17 @@ def density(
 
 
 def _sparse_rows(length: int, tail: int) -> int:
-    """Rows of tiles before those that hold one of the last `tail` queries."""
+    """Number of tile rows before the first row with one of the last `tail` queries."""
     if not tail:
         return num_tiles(length)
     return max(length - tail, 0) // TILE
 
 
 def densities(artifact: Artifact, length: int) -> list[list[float | None] | None]:
-    """Density of every head, a row for each layer.
+    """Density of every head, one row per layer.
 
-    None for a layer that is left alone; all 1 below dense_below."""
+    A layer without patterns is None. All densities are 1 below dense_below.
+    """
     prefill = artifact.prefill
     by_name: dict[str, float | None] = dict.fromkeys(artifact.patterns, 1.0)
     if length >= prefill.dense_below:
@@ -66,7 +73,7 @@ def densities(artifact: Artifact, length: int) -> list[list[float | None] | None
 
 
 def mean_density(artifact: Artifact, length: int) -> float | None:
-    """Mean density of the heads whose density is known; None if there is none."""
+    """Mean density of the heads with a known density; None if no head has one."""
     values = [
         value for row in densities(artifact, length) for value in row or () if value is not None
     ]
@@ -76,14 +83,15 @@ def mean_density(artifact: Artifact, length: int) -> float | None:
 
 
 def _tiles(layout: Layout, length: int, rows: int) -> int:
-    """Tiles computed in the first `rows` rows: diagonals, and other tiles of first columns.
+    """Number of tiles computed in the first `rows` rows: near diagonals and first columns.
 
-    Row r has r + 1 causal tiles. It computes the column tiles, and as many of the others as there
-    are near diagonals."""
+    Row r has r + 1 causal tiles. It computes the column tiles and, of the remaining tiles, at most
+    one per near diagonal.
+    """
     held = 0
     if layout.columns:
         held = min(num_tiles(min(max(layout.columns, TILE), length)), rows)
     behind = (rows * (rows + 1) - (rows - held) * (rows - held + 1)) // 2
-    others = rows - held
-    near = min(others, layout.near)
-    return behind + near * (near + 1) // 2 + (others - near) * layout.near
+    other_rows = rows - held
+    near = min(other_rows, layout.near)
+    return behind + near * (near + 1) // 2 + (other_rows - near) * layout.near

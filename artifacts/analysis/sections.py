@@ -1,4 +1,4 @@
-"""Writing what a search found into a file where other commands have their sections."""
+"""Write search results to a file while keeping the sections of other commands."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
 _OF_OTHERS = ("decode", "kv_cache")
-# The arrays of a section, by how their names begin; all others are those of prefill.
+# Prefixes of array names by section; arrays without one of these prefixes belong to prefill.
 _ARRAYS = {"decode": ("similarity.",), "kv_cache": ("kv_cache.", "imported.full_attention")}
-# What a person calls a model does not make it another one.
+# The name of a model is only a label: a different name is not a different model.
 _NAMES = {"name", "revision"}
 
 
 def section_of(array: str) -> str:
-    """Section that a sidecar's array belongs to, by its name: decode, kv_cache or prefill."""
+    """Section of a sidecar array, from its name: decode, kv_cache or prefill."""
     return next(
         (section for section, begins in _ARRAYS.items() if array.startswith(begins)), "prefill"
     )
@@ -32,11 +32,11 @@ def section_of(array: str) -> str:
 def save_searched(
     artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array]
 ) -> Artifact:
-    """Write a search's result to `path`, and keep sections of the same model's artifact there.
+    """Write a search result to `path` and keep the other sections of an artifact for this model.
 
-    Their arrays are kept with them, and so are the windows of text that their searches have seen.
-    Their evidence is not: it was measured with the patterns that
-    are replaced. What is no whole artifact, or of another model, is replaced altogether.
+    The arrays of these sections are kept, and so are the text windows that their searches have
+    seen. Evidence is dropped: it was measured with the patterns that are replaced. A file that is
+    not a complete artifact, or is for another model, is replaced entirely.
 
     Returns:
         The artifact as save() returns it.
@@ -50,7 +50,7 @@ def save_searched(
             path, lambda old, old_arrays: _with_sections(artifact, arrays, old, old_arrays)
         )
     except ArtifactError:
-        # Nothing there to be kept; or what is wrong is the artifact itself, and save says so.
+        # There is no section to keep, or the new artifact is invalid, which save() reports.
         return save(artifact, path, arrays)
 
 
@@ -59,37 +59,48 @@ def _with_sections(
 ) -> tuple[Artifact, Mapping[str, Array]]:
     if _identity(old.model) != _identity(artifact.model):
         return artifact, arrays
-    kept = {name: getattr(old, name) for name in _OF_OTHERS if getattr(artifact, name) is None}
-    kept = {name: section for name, section in kept.items() if section is not None}
-    theirs = {name: array for name, array in old_arrays.items() if section_of(name) in kept}
-    merged = artifact.model_copy(update=kept)
-    # The list does not say which search saw a window: while a section of others is there, all of
-    # them count.
-    return with_seen(merged, {**theirs, **arrays}, seen_windows(old_arrays) if kept else ())
+    other_sections = {
+        name: getattr(old, name) for name in _OF_OTHERS if getattr(artifact, name) is None
+    }
+    other_sections = {
+        name: section for name, section in other_sections.items() if section is not None
+    }
+    theirs = {
+        name: array for name, array in old_arrays.items() if section_of(name) in other_sections
+    }
+    merged = artifact.model_copy(update=other_sections)
+    # The list does not record which search saw a window. While a section of another command is
+    # kept, all windows count.
+    return with_seen(
+        merged, {**theirs, **arrays}, seen_windows(old_arrays) if other_sections else ()
+    )
 
 
 def put_section(
     imported: Artifact, arrays: Mapping[str, Array], old: Artifact, old_arrays: Mapping[str, Array]
 ) -> tuple[Artifact, dict[str, Array]]:
-    """The artifact `old` with the section that an import is about, and with its arrays.
+    """Return `old` with the imported section and its arrays.
 
-    With other patterns go the search and the evidence of those before."""
+    If the patterns change, the search and the evidence of the old patterns are dropped.
+    """
     section = "prefill" if imported.kv_cache is None else "kv_cache"
     fields = {
         "prefill": ("search", "patterns", "prefill", "evidence"),
         "kv_cache": ("kv_cache",),
     }[section]
     changes = {name: getattr(imported, name) for name in fields}
-    kept = {name: array for name, array in old_arrays.items() if section_of(name) != section}
-    return old.model_copy(update=changes), {**kept, **arrays}
+    other_arrays = {
+        name: array for name, array in old_arrays.items() if section_of(name) != section
+    }
+    return old.model_copy(update=changes), {**other_arrays, **arrays}
 
 
 def with_seen(
     artifact: Artifact, arrays: Mapping[str, Array], digests: Iterable[str]
 ) -> tuple[Artifact, dict[str, Array]]:
-    """The artifact and its arrays with these windows of text besides those that it lists as seen.
+    """Add text windows to the seen windows of the artifact; return it with its arrays.
 
-    An artifact that was not searched lists none.
+    An artifact without a search lists no windows.
     """
     if artifact.search is None:
         return artifact, dict(arrays)

@@ -1,6 +1,6 @@
 """Arguments that several commands share, each declared once.
 
-A command adds those that it takes to its parser: `add_model(p)` is --model.
+A command adds arguments to its parser: `add_model(p)` adds --model.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def add_artifact(
     dest: str = "config",
     nargs: str | None = None,
 ) -> None:
-    """The artifact's YAML file, positional; nargs as argparse has it."""
+    """Add the positional argument for the artifact's YAML file; `nargs` as in argparse."""
     p.add_argument(dest, metavar="ARTIFACT", type=Path, nargs=nargs, help=help)
 
 
 def add_model(
     p: ArgumentParser, help: str = MODEL, *, required: bool = True, default: str | None = None
 ) -> None:
-    """--model; a default makes it optional."""
+    """Add --model; a default makes it optional."""
     p.add_argument(
         "--model",
         metavar="MODEL",
@@ -58,7 +58,7 @@ def add_length(
     dest: str = "length",
     default: int | Sequence[int] | None = None,
 ) -> None:
-    """--length in tokens; `several` gives a list."""
+    """Add --length in tokens; with `several` it is a list."""
     keywords: dict[str, Any] = {"required": required, "default": default}
     if several:
         keywords["nargs"] = "+"
@@ -73,10 +73,10 @@ def add_task(
     dest: str = "tasks",
     default: str | None = None,
 ) -> None:
-    """--task with parameters, such as passkey@depth=0.5 or text:FILE.
+    """Add --task with parameters, such as passkey@depth=0.5 or text:FILE.
 
     Args:
-        several: repeatable, a list or None.
+        several: the option is repeatable, and its value is a list or None.
     """
     if several:
         p.add_argument(
@@ -91,36 +91,36 @@ def add_task(
 
 
 def add_out(p: ArgumentParser, help: str, *, metavar: str = "FILE", required: bool = True) -> None:
-    """--out, where to write."""
+    """Add --out, the file to write."""
     p.add_argument("--out", metavar=metavar, type=Path, required=required, help=help)
 
 
 def add_json(p: ArgumentParser) -> None:
-    """--json [FILE]: None, STDOUT or a writable file; one without .json needs `--json=FILE`."""
+    """Add --json [FILE]: None, STDOUT or a writable file; without .json use `--json=FILE`."""
     p.add_argument("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, help=JSON)
 
 
 def add_fresh(p: ArgumentParser) -> None:
-    """--fresh, of a command that goes on where it was killed."""
+    """Add --fresh, for a command that resumes an interrupted run."""
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
 
 
 def add_backend(p: ArgumentParser) -> None:
-    """--backend of attention."""
+    """Add --backend, the attention backend."""
     p.add_argument(
         "--backend", default="auto", help="attention backend (default: the fastest that serves)"
     )
 
 
 def add_picture(p: ArgumentParser) -> None:
-    """--no-picture; the destination is `picture`."""
+    """Add --no-picture; the destination is `picture`."""
     p.add_argument(
         "--no-picture", dest="picture", action="store_false", help="do not draw the pattern map"
     )
 
 
 def add_device(p: ArgumentParser) -> None:
-    """--device as torch names it; profiling.models.device decides what "auto" is."""
+    """Add --device with a torch device name; profiling.models.device resolves "auto"."""
     p.add_argument(
         "--device",
         metavar="DEVICE",
@@ -136,36 +136,36 @@ def add_dtype(
     several: bool = False,
     default: str | None = "auto",
 ) -> None:
-    """--dtype of the model or the tensors, also in short (bf16); `several` gives a list.
+    """Add --dtype of the model or tensors, also as bf16; with `several` it is a list.
 
-    "auto" is settled by profiling.models.device, which knows the device.
+    profiling.models.device resolves "auto" for the device.
     """
     keywords: dict[str, Any] = {"default": default}
     if several:
         keywords = {"nargs": "+", "default": [default]}
     keywords |= {"type": lambda text: DTYPES.get(text, text), "choices": tuple(DTYPES.values())}
-    known = f"{', '.join(DTYPES.values())} (default {_DTYPE_DEFAULT})"
-    p.add_argument("--dtype", metavar="DTYPE", help=help or known, **keywords)
+    default_help = f"{', '.join(DTYPES.values())} (default {_DTYPE_DEFAULT})"
+    p.add_argument("--dtype", metavar="DTYPE", help=help or default_help, **keywords)
 
 
 def add_seed(
     p: ArgumentParser, default: int = 0, help: str = "of all that is drawn (default %(default)s)"
 ) -> None:
-    """--seed, a whole number."""
+    """Add --seed, a whole number."""
     p.add_argument("--seed", metavar="N", type=natural, default=default, help=help)
 
 
 def add_revision(p: ArgumentParser) -> None:
-    """--revision of a model on the hub."""
+    """Add --revision, the model's revision on the hub."""
     p.add_argument("--revision", metavar="REV", help="revision of a hub model")
 
 
-# What few need of what many commands have.
+# Rarely needed options that many commands share.
 ADVANCED = frozenset((add_backend, add_dtype, add_picture, add_revision, add_seed))
 
 
 def json_file(text: str) -> Path:
-    """Argument type of --json: a file that can be written, or STDOUT."""
+    """Argument type of --json: a writable file, or STDOUT."""
     from artifacts.files import check_writable
 
     path = Path(text)
@@ -178,14 +178,14 @@ def json_file(text: str) -> Path:
 
 
 def deliver(text: str, record: Mapping[str, Any], to: Path | None) -> None:
-    """Print the text, or with --json the record in its place; --json FILE writes the record too."""
+    """Print the text, or the record with --json; --json FILE writes the record as well."""
     if to != STDOUT:
         print(text)
     deliver_json(record, to)
 
 
 def deliver_json(record: Mapping[str, Any], to: Path | None) -> None:
-    """Write the record where --json asks for it; nothing without it."""
+    """Write the record to the --json destination; do nothing without --json."""
     if to is None:
         return
     written = json.dumps(record, indent=1, default=str) + "\n"
@@ -198,5 +198,5 @@ def deliver_json(record: Mapping[str, Any], to: Path | None) -> None:
 
 
 def as_typed(verb: str, argv: Sequence[str] | None) -> str:
-    """The command line of a command, for records: `headwise VERB ...`."""
+    """Return the command line for records: `headwise VERB ...`."""
     return f"headwise {verb} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()

@@ -1,8 +1,15 @@
 """Parser and main of every command: one-line errors, exit codes, -q, -v and --version.
 
-Exit codes: 0 good, 1 a bug (with traceback), 2 a mistake of the user, 3 a finding, such as a gate
-that fails, 130 interrupted, 141 the reader of the output went away. artifacts.cli.arguments has the
-arguments that commands share."""
+Exit codes:
+    0: success.
+    1: a bug, with a traceback.
+    2: a user error.
+    3: a finding, such as a failed gate.
+    130: interrupted.
+    141: the reader of the output closed the pipe.
+
+artifacts.cli.arguments has the arguments that commands share.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +29,17 @@ from artifacts.errors import Finding, HeadwiseError, one_line, reason
 
 BAD_USE = HeadwiseError.status
 FOUND = Finding.status
-# As large as a field of an artifact may be (artifacts.schema.fields, which takes long to import).
+# The limit of an artifact field; artifacts.schema.fields is not imported because it is slow.
 LARGEST = 2**31 - 1
 BROKEN_PIPE = 141
 # -1 with -q, 1 with -v: see set_verbosity.
 verbosity = 0
-# Set by what has threads that would not survive the interpreter's end: the exit code would be
-# theirs.
+# Set by code whose threads do not survive interpreter shutdown and would change the exit code.
 leave_at_once = False
-# The heading of options that few need, the last of a command's help.
+# Heading of rarely needed options, at the end of a command's help.
 ADVANCED = "advanced"
 _ALWAYS = "every command: -q no progress and no warnings, -v more on stderr, --version"
-# Packages that serving does without, and the extra that installs each.
+# Packages that serving does not need, and the extra that installs each.
 EXTRAS = {
     "jinja2": "search",
     "lm_eval": "lm-eval",
@@ -43,7 +49,7 @@ EXTRAS = {
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Usage of required arguments alone, filled paragraphs, and metavars by type."""
+    """Formatter with only required arguments in the usage, filled paragraphs, typed metavars."""
 
     def add_usage(
         self,
@@ -52,7 +58,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         groups: Iterable[Any],
         prefix: str | None = None,
     ) -> None:
-        """As argparse; with a prefix it is the name that verbs go by."""
+        """Add the usage as argparse does; with a prefix it is the program name of the verbs."""
         if usage is None and prefix is None:
             either = [group for group in groups if group.required]
             in_one = [action for group in either for action in group._group_actions]
@@ -78,8 +84,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse with one-line errors, no abbreviations, kept line breaks, -q, -v and --version.
 
     Attributes:
-        shares_work: True if the command shares its work over the ranks of torchrun. Any other
-            command refuses to run in several, each of which would write the same files.
+        shares_work: True if the command distributes its work over the ranks of torchrun. Any other
+            command refuses to run in several ranks, because each would write the same files.
     """
 
     def __init__(self, *args: Any, shares_work: bool = False, **kwargs: Any) -> None:
@@ -92,10 +98,10 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--version", action=_Version)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse; what -q or -v of an earlier call set is set back.
+        """Parse as argparse does, after resetting the verbosity of an earlier call.
 
         Raises:
-            HeadwiseError: torchrun starts several ranks of a command that does not share its work.
+            HeadwiseError: torchrun starts several ranks of a command without `shares_work`.
         """
         set_verbosity(0)
         parsed = super().parse_args(args, namespace)
@@ -104,7 +110,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse; `--json cfg.yaml` is no request to write over an artifact."""
+        """Parse as argparse does; `--json cfg.yaml` does not overwrite an artifact."""
         words = list(sys.argv[1:] if args is None else args)
         if "--" in words:
             last = words.index("--")
@@ -121,31 +127,31 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def heading(self, title: str) -> argparse._ArgumentGroup:
-        """The options under this heading, which is there once."""
+        """Return the argument group with this heading, and create it on first use."""
         for group in self._action_groups:
             if group.title == title:
                 return group
         return self.add_argument_group(title)
 
     def format_help(self) -> str:
-        """As argparse, with what few need at the end, and what every command takes in a line."""
+        """Format as argparse does: rare options last, options of every command in one line."""
         self._action_groups.sort(key=lambda group: group.title == ADVANCED)
         return f"{super().format_help()}\n{_ALWAYS}\n"
 
     def error(self, message: str) -> NoReturn:
-        """Print `error: ...` with where to find help, and exit with status 2."""
+        """Print `error: ...` with a hint to the help, and exit with status 2."""
         _complain(f"{message} (see {self.prog} --help)")
         sys.exit(BAD_USE)
 
 
 def is_set_off(paragraph: str) -> bool:
-    """True for commands, lists and tables, whose line breaks count."""
+    """True for commands, lists and tables, whose line breaks are kept."""
     rows = paragraph.strip("\n").split("\n")
     return any(re.match(r"\s{2,}\S|headwise .* --|\S+\s{3,}\S", row) for row in rows)
 
 
 class _Verbosity(argparse.Action):
-    """Has its effect at once, and leaves nothing in the namespace."""
+    """Action that sets the verbosity immediately and stores nothing in the namespace."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, const: int) -> None:
         nothing = argparse.SUPPRESS
@@ -158,7 +164,7 @@ class _Verbosity(argparse.Action):
 
 
 class _Version(argparse.Action):
-    """Prints and exits; the version is looked up where it is asked for."""
+    """Action that looks up the version on use, prints it and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         nothing = argparse.SUPPRESS
@@ -172,7 +178,7 @@ class _Version(argparse.Action):
 
 
 def set_verbosity(level: int) -> None:
-    """Set -1: no progress, no warnings; 0: the default; 1: log messages and tracebacks."""
+    """Set -1 (no progress, no warnings), 0 (default) or 1 (log messages and tracebacks)."""
     global verbosity
     if level != verbosity:
         import logging
@@ -196,7 +202,7 @@ def launch_number(name: str, default: int) -> int:
 
 
 def one_process(command: str) -> None:
-    """Raise HeadwiseError where torchrun starts several ranks of a one-process command."""
+    """Raise HeadwiseError if torchrun starts several ranks of a one-process command."""
     if (count := launch_number("WORLD_SIZE", 1)) > 1:
         raise HeadwiseError(
             f"{command} is for one process, got {count} of a launch: start it without torchrun"
@@ -204,7 +210,7 @@ def one_process(command: str) -> None:
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 on, as an argument's type."""
+    """Argument type: a whole number of at least 0."""
     try:
         number = int(text)
     except ValueError:
@@ -217,7 +223,7 @@ def natural(text: str) -> int:
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output that says in a line why it cannot be written, such as a full disk."""
+    """Standard output that reports a failed write, such as a full disk, in one line."""
 
     def write(self, text: str, /) -> int:
         try:
@@ -241,16 +247,17 @@ def run_command(
 ) -> NoReturn:
     """Run a command's main and exit; a HeadwiseError becomes `error: ...` on stderr and status 2.
 
-    An interruption ends with one line and status 130, a closed pipe silently with 141, and output
-    that is closed or cannot be written as a mistake of the user; any other exception keeps its
-    traceback."""
+    An interruption ends with one line and status 130, and a closed pipe silently with status 141.
+    Output that is closed or cannot be written is a user error. Any other exception keeps its
+    traceback.
+    """
     code: Any
     try:
         _prepare_output()
         try:
             code = main(None if argv is None else list(argv))
         except SystemExit as done:
-            # --help prints, too.
+            # --help prints as well.
             code = done.code
         sys.stdout.flush()
     except HeadwiseError as error:
@@ -289,7 +296,7 @@ def _prepare_output() -> None:
     if type(sys.stdout) is io.TextIOWrapper:
         lines = sys.stdout.line_buffering
         encoding = sys.stdout.encoding
-        # A name that the terminal's encoding lacks is no reason to fail.
+        # A character that the terminal cannot encode must not cause a failure.
         sys.stdout = _Output(
             sys.stdout.detach(), encoding, "backslashreplace", line_buffering=lines
         )
@@ -300,7 +307,7 @@ def _complain(message: str) -> None:
 
 
 def _discard(stream: TextIO | None) -> None:
-    """Redirect a stream that cannot be written, so that the flush at exit does not complain."""
+    """Redirect a stream that cannot be written, so that the flush at exit does not fail."""
     try:
         if stream is not None:
             stream.flush()

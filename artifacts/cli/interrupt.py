@@ -1,6 +1,7 @@
-"""Ctrl-C while a command imports what it needs: one line and status 130.
+"""Handling of Ctrl-C during a command's imports: one line and status 130.
 
-Code that is being imported may swallow a KeyboardInterrupt, or turn it into another error."""
+Imported code may swallow a KeyboardInterrupt or turn it into another error.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _OURS = ("artifacts", "headwise", "profiling", "runtime", "search")
 
 
 def starts_a_command(arguments: list[str]) -> bool:
-    """True for the arguments of `headwise`, or of `python -m` one of our modules."""
+    """True for the arguments of `headwise`, or of `python -m` with a module of the project."""
     if any(os.path.basename(argument) == "headwise" for argument in arguments[:2]):
         return True
     modules = [after for before, after in pairwise(arguments) if before == "-m"][:1]
@@ -34,16 +35,19 @@ def quit_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextlib.contextmanager
 def while_importing() -> Iterator[None]:
-    """End the process on Ctrl-C, in a command's process where nobody else handles it."""
-    usual = signal.default_int_handler
-    if not starts_a_command(sys.orig_argv) or signal.getsignal(signal.SIGINT) is not usual:
+    """End the process on Ctrl-C, in a command's process without another SIGINT handler."""
+    default_handler = signal.default_int_handler
+    if (
+        not starts_a_command(sys.orig_argv)
+        or signal.getsignal(signal.SIGINT) is not default_handler
+    ):
         yield
         return
     with contextlib.suppress(ValueError):
-        # Only the main thread may set it.
+        # Only the main thread may set a signal handler.
         signal.signal(signal.SIGINT, quit_at_once)
     try:
         yield
     finally:
         if signal.getsignal(signal.SIGINT) is quit_at_once:
-            signal.signal(signal.SIGINT, usual)
+            signal.signal(signal.SIGINT, default_handler)

@@ -8,8 +8,9 @@
         def __post_init__(self) -> None:
             check_ranges(self)
 
-`add_arguments(parser, Config)` adds them, `config_of(Config, options)` makes one of what was typed,
-and `config_by_name(Config, options)` one of what Python gives."""
+`add_arguments(parser, Config)` adds the arguments to a parser. `config_of(Config, options)` builds
+a Config from parsed arguments, and `config_by_name(Config, options)` from Python values.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from artifacts.errors import HeadwiseError
 
 C = TypeVar("C")
 _TYPES = {"int": int, "float": float, "Path": Path}
-# Values that Python may give for a field, by its type.
+# Allowed Python values of a field, by the name of its type.
 _GIVEN: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),
     "int": (Integral, "a whole number"),
@@ -44,15 +45,15 @@ _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10
 
 
 def at_least(least: float) -> Range:
-    """Range from `least` on; NaN is not in it."""
+    """Range of numbers >= `least`, without NaN."""
     return (lambda value: value >= least, f"at least {least}")
 
 
 def bytes_of(text: str, option: str) -> int:
-    """Parse the bytes in a text such as 67108864 or 64MiB, a command's `option`.
+    """Parse a size in bytes such as 67108864 or 64MiB, the value of `option`.
 
     Raises:
-        HeadwiseError: it is no positive number with a known unit.
+        HeadwiseError: the text is not a positive number with a known unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
@@ -75,14 +76,15 @@ def arg(
     """A field of a Config and its argument.
 
     Args:
-        flags, keywords: as argparse has them; without flags it is a positional one. The type is the
-            field's, and a number's default is said in the help.
-        default: None is no value: the argument was not given.
+        flags: as in argparse; without flags the argument is positional.
+        default: value of a missing argument; None means no value.
         group: heading in the help.
-        advanced: few need it: in the help it comes last.
-        either: name of a set of arguments of which one has to be given.
-        within: what it may be; `check_ranges` refuses the rest.
-        read: makes the value of the text, and raises HeadwiseError of its own where it cannot.
+        advanced: True for a rarely needed argument, which the help lists last.
+        either: name of a set of arguments of which exactly one is required.
+        within: allowed range; `check_ranges` rejects other values.
+        read: converts the text to the value; raises HeadwiseError for an invalid text.
+        keywords: as in argparse. The type is the type of the field, and the help shows the default
+            of a number.
     """
     if advanced:
         group = ADVANCED
@@ -98,7 +100,7 @@ def arg(
 
 
 def option(help: str | None = None, *, default: Any, **keywords: Any) -> Any:
-    """The same for an option that is called as its field is: max_error is --max-error."""
+    """Declare a field and its option, named after the field: max_error is --max-error."""
     return arg("", default=default, help=help, **keywords)
 
 
@@ -109,7 +111,7 @@ def shared(
     within: Range | None = None,
     **keywords: Any,
 ) -> Any:
-    """A field whose argument is one of cli.arguments: add(parser, *given, **keywords) adds it."""
+    """Declare a field with a shared argument: `add` from cli.arguments adds it to the parser."""
     if add in arguments.ADVANCED:
         group = ADVANCED
     else:
@@ -121,7 +123,7 @@ def shared(
 
 
 def nested(config: type[Any]) -> Any:
-    """A field that is a Config of its own, whose fields are options of the same command."""
+    """Declare a nested Config, whose fields are options of the same command."""
     return field(default_factory=config, metadata={"config": config})
 
 
@@ -130,27 +132,29 @@ def add_arguments(
     config: type[Any],
     names: Collection[str] | None = None,
 ) -> None:
-    """Give the parser the options that a Config's fields declare; other fields are no options.
+    """Add the options that the fields of a Config declare; skip fields without an option.
 
     Args:
-        names: only these fields, of a Config that shares the parser with others.
+        parser: parser to extend.
+        config: Config class with the fields.
+        names: if set, add only these fields, for a parser with several Configs.
     """
     sets: dict[str, Any] = {}
     for each in fields(config):
         if names is not None and each.name not in names:
             continue
-        # What is repeated begins empty; `config_of` leaves out what was not given.
-        given = None
+        # A repeated option starts empty; `config_of` omits missing options.
+        default = None
         if each.default is not MISSING and not isinstance(each.default, tuple):
-            given = each.default
+            default = each.default
         if "config" in each.metadata:
             add_arguments(parser, each.metadata["config"])
         group = each.metadata.get("group")
         to = parser if group is None else parser.heading(group)
         if "add" in each.metadata:
             each.metadata["add"](to)
-            if given is not None:
-                parser.set_defaults(**{each.name: given})
+            if default is not None:
+                parser.set_defaults(**{each.name: default})
         elif "flags" in each.metadata:
             flags = each.metadata["flags"]
             either = each.metadata["either"]
@@ -164,7 +168,7 @@ def add_arguments(
             if not flags:
                 to.add_argument(each.name, **keywords)
             else:
-                required = {"required": True} if each.default is MISSING else {"default": given}
+                required = {"required": True} if each.default is MISSING else {"default": default}
                 to.add_argument(*flags, dest=each.name, **required, **keywords)
 
 
@@ -173,7 +177,7 @@ def _flag(each: Field[Any]) -> str:
 
 
 def _typed(each: Field[Any]) -> dict[str, Any]:
-    """Arguments for argparse of a field, with its type, and its default in the help."""
+    """Return the argparse arguments of a field: its type, and its default in the help."""
     keywords = dict(each.metadata["keywords"])
     kind = _TYPES.get(str(each.type).partition(" |")[0])
     if (
@@ -189,15 +193,20 @@ def _typed(each: Field[Any]) -> dict[str, Any]:
 
 
 def config_of(config: type[C], options: Mapping[str, Any], /, **more: Any) -> C:
-    """The Config of a command line's options, among which others may be for other Configs; `more`
-    wins."""
+    """Build a Config from the options of a command line.
+
+    Args:
+        config: Config class.
+        options: parsed options; options of other Configs are ignored.
+        more: fields that take precedence over `options`.
+    """
     typed: dict[str, Any] = {}
     for each in fields(config):  # type: ignore[arg-type]
         if "config" in each.metadata:
             typed[each.name] = config_of(each.metadata["config"], options)
         elif each.name in options:
             value = options[each.name]
-            # None stands for the default, unless the option may be None itself.
+            # None means the default, unless None is an allowed value of the option.
             if value is None and not str(each.type).endswith("None"):
                 continue
             read = each.metadata.get("read")
@@ -210,42 +219,42 @@ def config_of(config: type[C], options: Mapping[str, Any], /, **more: Any) -> C:
 
 
 def config_by_name(config: type[C], options: Mapping[str, Any], /, **fixed: Any) -> C:
-    """The Config of options that Python gives by their fields' names.
+    """Build a Config from Python values by field name.
 
     Args:
-        config: the Config.
-        options: values as the fields have them; a path may be text, and of a field that takes
-            several values one is enough.
-        fixed: fields that are no options.
+        config: Config class.
+        options: values with the types of the fields. A path may be text, and a field with several
+            values accepts a single one.
+        fixed: fields that are not options.
 
     Raises:
-        HeadwiseError: an option is unknown, or its value of another type.
+        HeadwiseError: an option is unknown, or its value has the wrong type.
     """
-    known = {name: each for name, each in _options(config).items() if name not in fixed}
-    given = {}
+    declared = {name: each for name, each in _options(config).items() if name not in fixed}
+    values = {}
     for name, value in options.items():
-        if name not in known:
-            raise HeadwiseError(f"unknown option {name!r}; known: {', '.join(known)}")
-        given[name] = _as_typed(known[name], value)
-    return config_of(config, given, **fixed)
+        if name not in declared:
+            raise HeadwiseError(f"unknown option {name!r}; known: {', '.join(declared)}")
+        values[name] = _as_typed(declared[name], value)
+    return config_of(config, values, **fixed)
 
 
 def _options(config: type[Any]) -> dict[str, Field[Any]]:
-    """The fields that are options, by name, those of nested Configs too."""
-    known: dict[str, Field[Any]] = {}
+    """Return the fields that are options by name, including those of nested Configs."""
+    declared: dict[str, Field[Any]] = {}
     for each in fields(config):
         if "config" in each.metadata:
-            known |= _options(each.metadata["config"])
+            declared |= _options(each.metadata["config"])
         elif each.metadata:
-            known[each.name] = each
-    return known
+            declared[each.name] = each
+    return declared
 
 
 def _as_typed(each: Field[Any], value: Any) -> Any:
-    """A value from Python as a field has it.
+    """Convert a Python value to the type of a field.
 
     Raises:
-        HeadwiseError: it is of another type.
+        HeadwiseError: the value has the wrong type.
     """
     if value is None:
         return None
@@ -260,7 +269,7 @@ def _as_typed(each: Field[Any], value: Any) -> Any:
 
 
 def _single(each: Field[Any], kind: str, value: Any) -> Any:
-    """One value of a field, of the type of this name; of types that are not listed any."""
+    """Check one value of a field by type name; types that are not listed accept any value."""
     if kind == "Path" and isinstance(value, str):
         value = Path(value)
     if kind in _GIVEN:
@@ -274,7 +283,7 @@ def _single(each: Field[Any], kind: str, value: Any) -> Any:
 
 
 def check_ranges(config: Any) -> None:
-    """Raise HeadwiseError for a value that its field does not allow; None is no value."""
+    """Raise HeadwiseError for a value outside the range of its field; None is allowed."""
     for each in fields(config):
         within = each.metadata.get("within")
         value = getattr(config, each.name)

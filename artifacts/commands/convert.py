@@ -54,7 +54,7 @@ _HOW = "how an import is read"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Files to read and write, and what is known of the model; None where not given."""
+    """Files to read and write, and options for the model; None for a missing option."""
 
     file: Path = arg(
         metavar="FILE", type=Path, help="another tool's file, or with --to an artifact's YAML"
@@ -128,10 +128,10 @@ class Config:
 
 
 def run(config: Config) -> Outcome:
-    """Convert, and report.
+    """Convert the file and report the fidelity.
 
     Raises:
-        HeadwiseError: FILE cannot be read as what it should be, or OUT cannot be written.
+        HeadwiseError: FILE is not in the expected format, or OUT cannot be written.
     """
     _check(config)
     out = config.into or config.out
@@ -178,52 +178,52 @@ def _import(config: Config, out: Path) -> tuple[Report, list[str]]:
     for name in ("dense_below", "dense_tail", "sinks", "window", "threshold", "sparsity"):
         if name not in form.options and getattr(config, name) is not None:
             raise ArtifactError(f"--{name.replace('_', '-')} means nothing for {source}")
-    given = _given(config)
+    model_options = _given(config)
     file = Source.read(config.file)
     with naming(config.file):
-        made = form.read(file, given)
-    report = replace(made.report, measure=_measure(config, form, out, None))
+        imported = form.read(file, model_options)
+    report = replace(imported.report, measure=_measure(config, form, out, None))
     if config.strict and report.lossy:
         return report, []
     if config.into:
-        saved = update(out, partial(put_section, made.artifact, made.arrays))
+        saved = update(out, partial(put_section, imported.artifact, imported.arrays))
     else:
-        saved = save(made.artifact, out, made.arrays)
+        saved = save(imported.artifact, out, imported.arrays)
     if saved.sidecar:
-        beside = [str(out.with_name(saved.sidecar.file))]
+        sidecars = [str(out.with_name(saved.sidecar.file))]
     else:
-        beside = []
-    return report, [str(out), *beside]
+        sidecars = []
+    return report, [str(out), *sidecars]
 
 
 def _given(config: Config) -> Given:
-    """What is known of the model: by flags, and with --into by the artifact."""
-    known = {each.name: getattr(config, each.name) for each in fields(Given)}
+    """Return the model options from the flags, and with --into from the artifact."""
+    values = {each.name: getattr(config, each.name) for each in fields(Given)}
     if config.into:
         model = read_pair(config.into).artifact.model
         sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
-        known |= {name.removeprefix("num_"): getattr(model, name) for name in sizes}
-    return Given(**known)
+        values |= {name.removeprefix("num_"): getattr(model, name) for name in sizes}
+    return Given(**values)
 
 
 def _export(config: Config, out: Path, form: Format) -> tuple[Report, list[str]]:
     pair = read_pair(config.file)
-    made = form.write(pair.artifact, pair.arrays, out)
+    exported = form.write(pair.artifact, pair.arrays, out)
     model = pair.artifact.model
     flags = (
         f"--layers {model.num_layers} --heads {model.num_heads} --kv-heads {model.num_kv_heads} "
         f"--head-dim {model.head_dim} --max-positions {model.max_positions}"
     )
-    report = replace(made.report, measure=_measure(config, form, config.file, flags))
+    report = replace(exported.report, measure=_measure(config, form, config.file, flags))
     if config.strict and report.lossy:
         return report, []
-    for path, content in made.files.items():
+    for path, content in exported.files.items():
         atomic_write(path, content)
-    return report, list(map(str, made.files))
+    return report, list(map(str, exported.files))
 
 
 def _measure(config: Config, form: Format, artifact: Path, flags: str | None) -> str:
-    """Shell line that measures what an import costs, or of an export read back."""
+    """Return the shell line that measures the cost of an import, or of an export read back."""
     if not form.patterns:
         return ""
     if config.model:

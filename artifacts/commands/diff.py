@@ -48,10 +48,14 @@ class Config:
 
 
 def run(config: Config) -> Outcome:
-    """The differences; HeadwiseError where a YAML file or the length is not as it should be."""
+    """Compare two artifacts.
+
+    Raises:
+        HeadwiseError: a YAML file or the length is invalid.
+    """
     if config.length is not None and config.length < 1:
         raise HeadwiseError(f"--length must be at least 1, got {config.length}")
-    # One sidecar in memory at a time.
+    # Only one sidecar is in memory at a time.
     pairs = [replace(read_lenient(file), arrays={}) for file in (config.before, config.after)]
     before, after = (pair.artifact for pair in pairs)
     length = config.length or _length(before, after)
@@ -89,13 +93,13 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _length(before: Artifact, after: Artifact) -> int:
-    """The longest that either was searched on; else four times the longer dense_below."""
+    """Return the longer search length; without one, four times the larger dense_below."""
     searched = [a.search.calibration.length for a in (before, after) if a.search is not None]
     return max(searched or [4 * max(a.prefill.dense_below, 1024) for a in (before, after)])
 
 
 def _sections(before: Artifact, after: Artifact) -> list[str]:
-    """Fields of the file whose content differs, as the content hash counts it."""
+    """Return the fields that differ in the content that the hash covers."""
     old, new = (content_of(artifact.model_dump(mode="json")) for artifact in (before, after))
     return [name for name in old if old[name] != new[name]]
 
@@ -106,7 +110,7 @@ def _kinds(artifact: Artifact) -> dict[str, int]:
 
 
 def _changed(before: Artifact, after: Artifact) -> int | None:
-    """Heads with another pattern; None where the models have unlike shapes."""
+    """Count heads with different patterns; None if the models differ in shape."""
     old, new = _patterns(before), _patterns(after)
     if [*map(len, old)] != [*map(len, new)]:
         return None
@@ -114,6 +118,6 @@ def _changed(before: Artifact, after: Artifact) -> int | None:
 
 
 def _patterns(artifact: Artifact) -> list[list[AnyPattern | None]]:
-    """Pattern of every head by layer, None in a layer that is left alone."""
+    """Return the pattern of every head by layer; None in a layer without patterns."""
     rows = [row or (None,) * artifact.model.num_heads for row in artifact.prefill.layers]
     return [[artifact.patterns[name] if name else None for name in row] for row in rows]

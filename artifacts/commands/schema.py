@@ -36,7 +36,7 @@ class Config:
 
 
 def run(config: Config) -> Outcome:
-    """The schema, or one line on where it was written.
+    """Return the schema, or one line with the path of the written file.
 
     Raises:
         HeadwiseError: the file cannot be written.
@@ -54,6 +54,10 @@ def run(config: Config) -> Outcome:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of the current version; every property has a description."""
-    made = Artifact.model_json_schema(mode="validation")
-    return {"$schema": _DIALECT, **made, "title": f"Headwise artifact, version {SCHEMA_VERSION}"}
+    """Return the JSON Schema of the current version; every property has a description."""
+    document = Artifact.model_json_schema(mode="validation")
+    return {
+        "$schema": _DIALECT,
+        **document,
+        "title": f"Headwise artifact, version {SCHEMA_VERSION}",
+    }

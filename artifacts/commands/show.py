@@ -24,17 +24,17 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """File to show, and whether as JSON."""
+    """File to show, and whether to print JSON."""
 
     file: Path = file_arg()
     as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:
-    """The page, or the artifact as one JSON object.
+    """Return the page, or the artifact as one JSON object.
 
     Raises:
-        ArtifactError: the YAML file is not as it should be.
+        ArtifactError: the YAML file is invalid.
     """
     pair = read_lenient(config.file)
     artifact = pair.artifact
@@ -43,7 +43,7 @@ def run(config: Config) -> Outcome:
     else:
         state = "none"
     if pair.fault:
-        # The page needs only the YAML, which may well travel without its arrays.
+        # The page needs only the YAML file, which is often copied without its arrays.
         state = f"PROBLEM: {pair.fault}"
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
     text = render(artifact, file=config.file.name, arrays=pair.arrays, sidecar=state, width=width)

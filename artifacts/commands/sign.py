@@ -40,10 +40,10 @@ class Config:
 
 
 def run(config: Config) -> Outcome:
-    """The signature; the passphrase of an encrypted key is asked for at a terminal.
+    """Write the signature; an encrypted key prompts for its passphrase on the terminal.
 
     Raises:
-        HeadwiseError: the artifact is not whole, the key is none, or model-signing is missing.
+        HeadwiseError: the artifact is incomplete, the key is invalid, or model-signing is missing.
     """
     passphrase = None
     if b"ENCRYPTED" in read_regular(config.key, _LARGEST_KEY, "a key") and sys.stdin.isatty():

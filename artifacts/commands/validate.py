@@ -26,7 +26,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """File to check, and whether its hash is made right first."""
+    """File to check, and whether to update its hash first."""
 
     file: Path = file_arg()
     rehash: bool = arg(
@@ -39,10 +39,10 @@ class Config:
 
 
 def run(config: Config) -> Outcome:
-    """One line, or one JSON object.
+    """Return one line, or one JSON object.
 
     Raises:
-        ArtifactError: the pair is not whole.
+        ArtifactError: the pair is incomplete.
         HeadwiseError: with --rehash, the file cannot be written.
     """
     if config.rehash:
@@ -50,10 +50,10 @@ def run(config: Config) -> Outcome:
     pair = read_pair(config.file)
     artifact = pair.artifact
     file = None
-    beside = "no sidecar"
+    sidecar_text = "no sidecar"
     if artifact.sidecar:
         file = artifact.sidecar.file
-        beside = f"sidecar {file}, arrays: {len(pair.arrays)}"
+        sidecar_text = f"sidecar {file}, arrays: {len(pair.arrays)}"
     fits = ""
     if unknown := artifact.model.unknown:
         fits = f"; fits any model of its shape: {', '.join(unknown)} open"
@@ -70,6 +70,7 @@ def run(config: Config) -> Outcome:
         },
     }
     facts = (
-        f"schema {artifact.schema_version}, content {artifact.content_sha256[:12]}, {beside}{fits}"
+        f"schema {artifact.schema_version}, content {artifact.content_sha256[:12]}, "
+        f"{sidecar_text}{fits}"
     )
     return answer(config.as_json, whole, [f"ok: {config.file} ({facts})"])

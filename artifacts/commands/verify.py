@@ -30,11 +30,11 @@ class Config:
 
 
 def run(config: Config) -> Outcome:
-    """One line, or one JSON object.
+    """Return one line, or one JSON object.
 
     Raises:
-        HeadwiseError: it is not signed by the key, not whole, the key is none, or model-signing is
-            missing.
+        HeadwiseError: the artifact is not signed by the key or is incomplete, the key is invalid,
+            or model-signing is missing.
     """
     pair = read_pair(config.file, verify=config.key)
     content = pair.artifact.content_sha256

@@ -1,13 +1,15 @@
 """DuoAttention's full_attention_heads.tsv, from and to policies of KV heads.
 
-A row for each layer, a column for each KV head, tabs between: the share of full attention that the
-head learned to want, clipped to 0 to 1. Heads at or above a threshold keep all; the others keep the
-first sink_size tokens and the last recent_size at their positions in the text. These sizes stand in
-the config.json beside the table, which is not a model's.
+The table is tab-separated, with one row per layer and one column per KV head. A value is the
+learned weight of full attention in the head, clipped to [0, 1]. Heads at or above a threshold keep
+all tokens. The others keep the first sink_size tokens and the last recent_size tokens at their
+positions in the text. These sizes are in DuoAttention's config.json in the same folder, which is
+not the config.json of a model.
 
-A token of decode sees recent_size tokens and itself, which is a window of recent_size + 1 here. A
-prompt comes in chunks: the first is dense in all heads, and a query of a later one sees all of its
-chunk besides."""
+In decode, a token sees recent_size tokens and itself, which is a window of recent_size + 1 here.
+Prefill is chunked: the first chunk is dense in all heads, and a query of a later chunk also sees
+all of its chunk.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,21 @@ from artifacts.schema.kv_cache import AnyPolicy, Full, Streaming
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-# DuoAttention adds noise of up to this to every value, which decides between heads that tie.
+# Upper bound of the noise that DuoAttention adds to every value, which breaks ties.
 _NOISE = 1e-6
-# The sizes in config.json, and the least of each.
+# Sizes in config.json with their minimums.
 _SIZES = {"sink_size": 0, "recent_size": 1}
 
 
 def read(source: Source, given: Given) -> Import:
     """Read a table into an artifact that has a kv_cache section and no patterns.
 
-    Heads of 0.5 and more keep everything where neither a threshold nor a sparsity is given. The
-    sizes of the others are by default those of DuoAttention's config.json beside the table, or 128
+    Without a threshold or a sparsity, heads with values of at least 0.5 keep everything. The
+    default sizes of the other heads are from DuoAttention's config.json in the same folder, or 128
     and 256.
 
     Raises:
-        ArtifactError: the file is no such table, or does not fit the model.
+        ArtifactError: the file is not such a table, or does not fit the model.
     """
     table = _table(source.text())
     heads = [(layer, head) for layer in range(len(table)) for head in range(len(table[0]))]
@@ -101,18 +103,18 @@ def read(source: Source, given: Given) -> Import:
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """Write the table and its config.json beside it.
+    """Write the table, and its config.json in the same folder.
 
-    Values that were imported are written as they were read, if a threshold still parts the heads;
-    otherwise 1 and 0.
+    Imported values are written unchanged if a threshold still separates the heads. Otherwise, full
+    heads get 1 and streaming heads get 0.
 
     Raises:
-        ArtifactError: the artifact has no kv_cache section, or another config.json lies beside
-            `out`.
+        ArtifactError: the artifact has no kv_cache section, or the folder of `out` has another
+            config.json.
     """
-    beside = out.with_name("config.json")
-    if beside.exists() and _config(beside) is None:
-        with naming(beside):
+    config_file = out.with_name("config.json")
+    if config_file.exists() and _config(config_file) is None:
+        with naming(config_file):
             raise ArtifactError(
                 "is there and not DuoAttention's: write the table into a folder of its own"
             )
@@ -151,16 +153,16 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     config = {"sink_size": sinks, "recent_size": recent, "threshold": threshold}
     heads = artifact.model.num_layers * artifact.model.num_kv_heads
     return Export(
-        files={out: "".join(lines).encode(), beside: json.dumps(config).encode() + b"\n"},
+        files={out: "".join(lines).encode(), config_file: json.dumps(config).encode() + b"\n"},
         report=notes.report(heads, exact, UNIT),
     )
 
 
 def _lowest(values: Sequence[float], sparsity: float) -> list[bool]:
-    """Mark heads below NumPy's quantile of the values as streaming, of equal ones the first."""
+    """Mark heads below NumPy's quantile of the values as streaming; of tied heads, the first."""
     if sparsity >= 1:
         return [True] * len(values)
-    # So many of n values that do not tie lie below it.
+    # The number of values below the quantile among n values without ties.
     count = math.ceil(sparsity * (len(values) - 1))
     ascending = sorted(range(len(values)), key=values.__getitem__)
     lowest = set(ascending[:count])
@@ -168,7 +170,7 @@ def _lowest(values: Sequence[float], sparsity: float) -> list[bool]:
 
 
 def _drawn(values: Sequence[float], streams: Sequence[bool]) -> list[bool]:
-    """Mark heads for which DuoAttention's noise decides whether they stream."""
+    """Mark heads that stream or not depending on DuoAttention's noise."""
     largest_streaming = max(
         (value for value, stream in zip(values, streams, strict=True) if stream), default=-math.inf
     )
@@ -180,7 +182,7 @@ def _drawn(values: Sequence[float], streams: Sequence[bool]) -> list[bool]:
 
 
 def _commonest_sizes(policies: Sequence[Sequence[AnyPolicy | None]]) -> tuple[int, int]:
-    """Sinks and window that most streaming heads have."""
+    """Return the most common sinks and window of the streaming heads."""
     sizes = Counter(
         (policy.sinks, policy.window)
         for policy in chain.from_iterable(policies)
@@ -192,11 +194,11 @@ def _commonest_sizes(policies: Sequence[Sequence[AnyPolicy | None]]) -> tuple[in
 
 
 def _table(text: str) -> Table:
-    """The values of a table, clipped to 0 to 1.
+    """Parse the values of a table, clipped to [0, 1].
 
     Raises:
-        ArtifactError: a line is no row of finite numbers as long as those before, or there are too
-            many or none.
+        ArtifactError: a line is not a row of finite numbers with the length of the earlier rows, or
+            the table is empty or too large.
     """
     table = Table()
     for number, line in enumerate(text.splitlines(), 1):
@@ -223,17 +225,17 @@ def _table(text: str) -> Table:
 
 
 def _config(file: Path) -> dict[str, Any] | None:
-    """Read DuoAttention's config.json; None where there is none, or it is a model's."""
+    """Read DuoAttention's config.json; None if it is missing or belongs to a model."""
     if not file.is_file():
         return None
     with naming(file):
         config = Source.read(file).json()
         if not isinstance(config, dict) or not config.keys() >= _SIZES.keys():
             return None
-        for name, least in _SIZES.items():
+        for name, minimum in _SIZES.items():
             size = config[name]
-            if not isinstance(size, int) or isinstance(size, bool) or size < least:
+            if not isinstance(size, int) or isinstance(size, bool) or size < minimum:
                 raise ArtifactError(
-                    f"{name}: must be a whole number from {least} on, got {shorten(size)}"
+                    f"{name}: must be a whole number from {minimum} on, got {shorten(size)}"
                 )
         return config

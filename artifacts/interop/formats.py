@@ -1,4 +1,4 @@
-"""The formats of other tools that are read and written, by name."""
+"""Supported formats of other tools, by name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Write = Callable[["Artifact", Mapping[str, "Array"], Path], Export]
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format.
+    """File format of another tool.
 
     Attributes:
         about: description for the help.
-        options: fields of Given that `read` heeds beside the model.
-        patterns: it is about heads' patterns in prefill, so that recall can be measured.
+        options: fields of Given that `read` uses in addition to the model.
+        patterns: True if the format has prefill patterns of heads, for which recall is measurable.
     """
 
     about: str
@@ -63,10 +63,10 @@ FORMATS: dict[str, Format] = {
 
 
 def guess(file: Path) -> str:
-    """The format of a file, by its name.
+    """Return the format of a file from its name.
 
     Raises:
-        ArtifactError: it is an artifact by its name.
+        ArtifactError: the name is that of an artifact.
     """
     if file.suffix in (".yaml", ".yml"):
         raise ArtifactError(

@@ -4,15 +4,17 @@ A JSON list of layers, each a mapping from a query head's number to [name, a, b,
 
 * vertical_and_slash: a columns and b diagonals, chosen by the last 64 queries.
 * stream_llm: the first a tokens and the last b.
-* block_sparse: 100 blocks of 64 keys a row, whatever a and b say.
-* flex_vertical_and_slash: a and b are [share, most], as FlexPrefill takes columns and diagonals.
+* block_sparse: 100 blocks of 64 keys a row, regardless of a and b.
+* flex_vertical_and_slash: a and b are [fraction, maximum] of columns and diagonals
+  (FlexPrefill).
 
-A head or a layer that is left out gets vertical_and_slash 1000, 6096. The score is the search's own
-and nothing reads it: a recall, or how many of an output's elements were off.
+A missing head or layer gets vertical_and_slash 1000, 6096. The score comes from MInference's search
+and is not read by MInference: a recall, or the number of output elements with an error.
 
 AngelSlim keeps MInference's entries in a JSON object: best_pattern is a mapping from a layer's
-number to the layer's mapping, and model_fingerprint has fields of the config.json of the model that
-it was searched for. It runs block_sparse as vertical_and_slash of the same sizes."""
+number to the layer's mapping. model_fingerprint has config.json fields of the searched model.
+AngelSlim runs block_sparse as vertical_and_slash with the same sizes.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ BLOCKS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Head as its file has it: [name, a, b, score], and the sizes and fractions in it.
+    """Entry of a head in the file: [name, a, b, score], with its sizes and fractions.
 
     Attributes:
-        shares: those of a flex_vertical_and_slash.
-        score: None where it is null.
+        shares: fractions of a flex_vertical_and_slash head.
+        score: None for null.
     """
 
     as_json: list[Any]
@@ -53,7 +55,7 @@ class Entry:
         return float(self.as_json[3])
 
     def pattern(self) -> AnyPattern:
-        """Pattern that MInference makes of the entry."""
+        """Return the pattern that MInference runs for the entry."""
         a, b = self.sizes
         match self.name:
             case "vertical_and_slash":
@@ -67,7 +69,7 @@ class Entry:
 
 
 def entry(name: str, a: int, b: int, score: float | None = None) -> Entry:
-    """An entry with these sizes."""
+    """Make an entry with these sizes."""
     return Entry(as_json=[name, a, b, score], sizes=(a, b))
 
 
@@ -75,11 +77,11 @@ LEFT_OUT = entry("vertical_and_slash", 1000, 6096)
 
 
 def parse(document: Any) -> list[dict[int, Entry]]:
-    """The entries of each layer by head.
+    """Parse the entries of each layer by head.
 
     Raises:
-        ArtifactError: it is no such list; the line has the layer, the head, the value and what
-            would be right.
+        ArtifactError: the document is not such a list; the message has the layer, the head, the
+            value and the allowed values.
     """
     if is_angelslim(document):
         layers = _listed(document)
@@ -95,7 +97,7 @@ def parse(document: Any) -> list[dict[int, Entry]]:
 def complete(
     layers: Sequence[dict[int, Entry]], num_layers: int, num_heads: int
 ) -> list[list[Entry]]:
-    """Entries of every layer and head, with LEFT_OUT where the file has none."""
+    """Return the entries of every layer and head, with LEFT_OUT for missing ones."""
     filled = [*layers, *[dict[int, Entry]()] * (num_layers - len(layers))]
     return [[row.get(head, LEFT_OUT) for head in range(num_heads)] for row in filled]
 
@@ -106,10 +108,10 @@ def is_angelslim(document: Any) -> bool:
 
 
 def fingerprint(document: Any) -> Mapping[str, Any]:
-    """The fields of the model's config.json that AngelSlim's object names; none of a plain list.
+    """Return the config.json fields in AngelSlim's object; empty for a plain list.
 
     Raises:
-        ArtifactError: they are no mapping.
+        ArtifactError: model_fingerprint is not a mapping.
     """
     if is_angelslim(document):
         fields = document.get("model_fingerprint", {})
@@ -121,7 +123,7 @@ def fingerprint(document: Any) -> Mapping[str, Any]:
 
 
 def _listed(document: Mapping[str, Any]) -> list[Any]:
-    """The layers of AngelSlim's object in order; those that it leaves out are empty."""
+    """Return the layers of AngelSlim's object in order; missing layers are empty."""
     version = document.get("schema_version", 1)
     if version != 1:
         raise ArtifactError(f"schema_version must be 1, got {shorten(version)}")
@@ -158,7 +160,7 @@ def _layer(layer: int, row: Any) -> dict[int, Entry]:
 
 
 def _is_index(key: str) -> bool:
-    """True for a layer's or head's number in its one spelling."""
+    """True for the number of a layer or head in its canonical spelling."""
     return (
         key.isascii()
         and key.isdigit()

@@ -1,8 +1,9 @@
 """Policies of KV heads by score, as DuoAttention's table has them.
 
-A streaming head keeps sinks and a window at their positions in the text. What is written is the
-scores that were imported, as long as a threshold parts them as the artifact's policies do;
-otherwise 1 and 0."""
+A streaming head keeps sinks and a window at their positions in the text. An export writes the
+imported scores if a threshold separates them as the artifact's policies do. Otherwise it writes 1
+and 0.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 
 Table = list[list[float]]
 SCORES = "imported.full_attention"
-# DuoAttention's sizes where nothing says others.
+# DuoAttention's default sizes.
 SINKS = 128
 WINDOW = 256
-# Between the 1 of a full head and the 0 of a streaming one.
+# Between the 1 of a full head and the 0 of a streaming head.
 THRESHOLD = 0.5
 UNIT = "KV head"
 SLIDES = "a layer that slides over its own window is full"
 
 
 def streaming(given: Given, *, sinks: int, window: int) -> Streaming:
-    """Policy of streaming heads, with the user's sizes where they are given."""
+    """Make the policy of streaming heads; the user's sizes replace the default ones."""
     if given.sinks is not None:
         sinks = given.sinks
     if given.window is not None:
@@ -57,20 +58,20 @@ def import_heads(
     drawn: Collection[tuple[int, int]] = (),
     notes: Notes,
 ) -> Import:
-    """Make an artifact with a kv_cache section alone.
+    """Make an artifact with only a kv_cache section.
 
     Args:
-        source: the file.
-        given: what the user says of the model.
-        table: scores, a row for each layer, a value for each KV head.
-        keep: whether a head keeps everything, of the table's shape.
-        stream: the policy of the other heads.
-        differs: the note on each of these, which do not stream like that there.
-        drawn: layer and head of those that are full or stream by chance there.
-        notes: of the report, to which those on heads are added.
+        source: imported file.
+        given: model options of the user.
+        table: scores of shape (layers, KV heads).
+        keep: True for heads that keep everything, in the shape of the table.
+        stream: policy of the other heads.
+        differs: note for each streaming head, which streams differently in the other tool.
+        drawn: layer and head of heads whose policy is random in the other tool.
+        notes: notes of the report; notes on heads are added.
 
     Raises:
-        ArtifactError: the table does not fit the model, or every layer of it slides.
+        ArtifactError: the table does not fit the model, or all layers use a sliding window.
     """
     import numpy as np
 
@@ -103,7 +104,7 @@ def import_heads(
 
 
 def head_policies(artifact: Artifact) -> list[list[AnyPolicy | None]]:
-    """The policy of every KV head, a row for each layer; None in a layer that slides.
+    """Return the policy of every KV head by layer; None in a sliding-window layer.
 
     Raises:
         ArtifactError: the artifact has no kv_cache section.
@@ -127,7 +128,7 @@ def head_policies(artifact: Artifact) -> list[list[AnyPolicy | None]]:
 def parted_scores(
     policies: Sequence[Sequence[AnyPolicy | None]], arrays: Mapping[str, Array]
 ) -> tuple[Table, float]:
-    """Scores to write, and the threshold that all but streaming heads reach."""
+    """Return the scores to write, and the threshold that only streaming heads do not reach."""
     keep = [[not isinstance(policy, Streaming) for policy in row] for row in policies]
     imported = array(arrays, SCORES, (len(keep), len(keep[0])))
     if imported is not None:

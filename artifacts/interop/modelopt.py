@@ -1,16 +1,24 @@
 """ModelOpt's sparse_attention_config: one threshold for the tiles that the model skips.
 
-It stands in the root of an exported checkpoint's config.json, or alone in a file: config_groups, of
-which one of skip_softmax has target_sparsity for prefill and decode, threshold_scale_factor with
-the a and b of its calibration, and in `ignore` the modules that stay dense; one of sparse_softmax
-keeps N of M keys. TensorRT-LLM also reads the fields of the one group without config_groups around
-it, and old files have sparse_softmax beside config_groups.
+The configuration is in the root of an exported checkpoint's config.json, or in its own file. It has
+config_groups. A group of skip_softmax has these fields:
 
-threshold_scale_factor is a number, a number or a and b for each phase, or a and b for both, in
-`coefficients` or beside `formula`. By a and b it is a exp(b target), and then our skip_softmax with
-that scale factor; without them the nearest is block_sparse with as many blocks as leave out the
-target's share. Their tiles are 128 wide and compared with a running maximum from the left, ours 64
-wide and with the own tile and the first: each skips some that the other computes."""
+* target_sparsity, for prefill and decode.
+* threshold_scale_factor, with the calibration coefficients a and b.
+* ignore, the modules that stay dense.
+
+A group of sparse_softmax keeps N of M keys. TensorRT-LLM also reads the fields of a single group
+without config_groups. Old files have sparse_softmax at the level of config_groups.
+
+threshold_scale_factor is a number, a number or a and b for each phase, or a and b for both phases.
+a and b are in `coefficients` or at the level of `formula`. With a and b, the factor is
+a exp(b target), and the import is skip_softmax with that scale factor. Without them, the import is
+block_sparse with a number of blocks that skips the target fraction.
+
+ModelOpt compares tiles of width 128 with a running maximum from the left. Headwise compares tiles
+of width 64 with the row's own tile and the first tile. Each skips some tiles that the other
+computes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +52,7 @@ if TYPE_CHECKING:
 _KEY = "sparse_attention_config"
 _SKIP = ("skip_softmax", "softmax_skip")
 _FLAT = ("threshold_scale_factor", "target_sparsity")
-# What ModelOpt's readers take where none is given.
+# Default of ModelOpt's readers.
 _TARGET = 0.5
 _FORMULA = "a * exp(b * target_sparsity)"
 _THERE = "there tiles of 128, by a running maximum: each skips some that the other computes"
@@ -55,7 +63,7 @@ def read(source: Source, given: Given) -> Import:
     """Read the configuration into skip_softmax heads, uncalibrated into block_sparse heads.
 
     Raises:
-        ArtifactError: it is no such configuration, or has no group that skips tiles in prefill.
+        ArtifactError: the file is not such a configuration, or no group skips tiles in prefill.
     """
     whole = source.mapping()
     group, keep_n_of_m = _parted_groups(whole.get(_KEY, whole))
@@ -111,7 +119,7 @@ def read(source: Source, given: Given) -> Import:
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """Write the configuration; an unchanged import as it was read, with its calibration.
+    """Write the configuration; an unchanged import is copied with its calibration.
 
     Raises:
         ArtifactError: the artifact has no patterns.
@@ -147,17 +155,19 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
             "thresholds need a calibration: calibrate_sparse_attn.py fits a and b",
         )
     else:
-        # With b = 0 every target has the artifact's own scale factor.
+        # With b = 0 every target has the scale factor of the artifact.
         group["target_sparsity"] = {"prefill": _TARGET}
         group["threshold_scale_factor"] = {"formula": _FORMULA, "prefill": {"a": factor, "b": 0.0}}
         notes.heads("chooses otherwise", _THERE, total - exact)
     notes.left_out(artifact, "prefill")
-    made = {_KEY: {"config_groups": {"group_0": group}, "producer": {"name": "headwise"}}}
-    return Export(files={out: json.dumps(made).encode() + b"\n"}, report=notes.report(total, exact))
+    document = {_KEY: {"config_groups": {"group_0": group}, "producer": {"name": "headwise"}}}
+    return Export(
+        files={out: json.dumps(document).encode() + b"\n"}, report=notes.report(total, exact)
+    )
 
 
 def _pattern(group: Mapping[str, Any], target: float, length: int) -> SkipSoftmax | BlockSparse:
-    """Pattern of the heads that skip tiles, for prompts of a length."""
+    """Return the pattern of the heads that skip tiles, for prompts of a length."""
     factor = _factor(group, target)
     if factor is None:
         return BlockSparse(blocks=_blocks(target, length))
@@ -165,7 +175,7 @@ def _pattern(group: Mapping[str, Any], target: float, length: int) -> SkipSoftma
 
 
 def _unchanged(artifact: Artifact, source: Source) -> bool:
-    """True where every head has the pattern that the imported file gives it."""
+    """True if every head has its pattern from the imported file."""
     whole = source.mapping()
     group, _ = _parted_groups(whole.get(_KEY, whole))
     ignored = _ignored(group)
@@ -179,7 +189,7 @@ def _unchanged(artifact: Artifact, source: Source) -> bool:
 
 
 def _dense_layers(artifact: Artifact) -> list[int]:
-    """Layers without a sparse head: the file names them, and the target leaves them out."""
+    """Return the layers without a sparse head, which `ignore` names and the target excludes."""
     dense = []
     for layer, row in enumerate(artifact.prefill.layers):
         if row is None or all(artifact.patterns[name].kind == "dense" for name in row):
@@ -188,7 +198,7 @@ def _dense_layers(artifact: Artifact) -> list[int]:
 
 
 def _common_factor(artifact: Artifact, dense: Collection[int]) -> float | None:
-    """Scale factor of all heads outside the dense layers; None where one has another pattern."""
+    """Common scale factor of heads outside the dense layers; None if another pattern occurs."""
     factors: set[float | None] = set()
     for layer, row in enumerate(artifact.prefill.layers):
         if layer in dense:
@@ -206,7 +216,7 @@ def _common_factor(artifact: Artifact, dense: Collection[int]) -> float | None:
 
 
 def _sparsity(artifact: Artifact, dense: Collection[int], length: int) -> float:
-    """The share of tiles that the heads outside the dense layers leave out at a length."""
+    """Fraction of tiles that the heads outside the dense layers skip at a length."""
     rows = tuple(
         None if layer in dense else row for layer, row in enumerate(artifact.prefill.layers)
     )
@@ -218,10 +228,10 @@ def _sparsity(artifact: Artifact, dense: Collection[int], length: int) -> float:
 
 
 def _parted_groups(root: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The one group of skip_softmax, and those that keep N of M keys.
+    """Return the group of skip_softmax, and the groups that keep N of M keys.
 
     Raises:
-        ArtifactError: there are no groups, or not one that skips tiles.
+        ArtifactError: there are no groups, or not exactly one that skips tiles.
     """
     skip = []
     keep_n_of_m = []
@@ -237,7 +247,7 @@ def _parted_groups(root: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _groups(root: Any) -> list[dict[str, Any]]:
-    """Groups of a configuration; TensorRT-LLM takes one without config_groups around it."""
+    """Return the groups; TensorRT-LLM also accepts a single group without config_groups."""
     if not isinstance(root, dict) or not root.keys() & {"config_groups", *_FLAT}:
         raise ArtifactError(f"has no {_KEY} with config_groups")
     by_name = root.get("config_groups", {"": {"algorithm": "skip_softmax", **root}})
@@ -246,19 +256,19 @@ def _groups(root: Any) -> list[dict[str, Any]]:
     groups = [group for group in by_name.values() if isinstance(group, dict)]
     old = root.get("sparse_softmax")
     if isinstance(old, dict):
-        # It wins over a group of the same algorithm.
+        # It takes precedence over a group of the same algorithm.
         groups = [group for group in groups if group.get("algorithm") != "sparse_softmax"]
         groups.append({**old, "algorithm": "sparse_softmax"})
     return groups
 
 
 def _targets(group: Mapping[str, Any]) -> dict[str, float]:
-    """The shares of tiles to skip, by phase, of those phases that the file names."""
-    given = group.get("target_sparsity", {})
-    if isinstance(given, dict):
-        targets = given
+    """Return the target fraction of skipped tiles for each phase in the file."""
+    entry = group.get("target_sparsity", {})
+    if isinstance(entry, dict):
+        targets = entry
     else:
-        targets = {"prefill": given, "decode": given}
+        targets = {"prefill": entry, "decode": entry}
     for phase, value in targets.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ArtifactError(
@@ -268,33 +278,33 @@ def _targets(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _threshold(group: Mapping[str, Any], phase: str) -> Any:
-    """Value of threshold_scale_factor for a phase: a number, a mapping with a and b, or None."""
-    given = group.get("threshold_scale_factor")
-    if not isinstance(given, dict):
-        return given
-    if given.get(phase) is not None:
-        return given[phase]
-    if "coefficients" in given:
-        return given["coefficients"]
-    if given.keys() & {"a", "b"}:
-        return given
+    """Return threshold_scale_factor of a phase: a number, a mapping with a and b, or None."""
+    value = group.get("threshold_scale_factor")
+    if not isinstance(value, dict):
+        return value
+    if value.get(phase) is not None:
+        return value[phase]
+    if "coefficients" in value:
+        return value["coefficients"]
+    if value.keys() & {"a", "b"}:
+        return value
     return None
 
 
 def _factor(group: Mapping[str, Any], target: float) -> float | None:
-    """Scale factor of prefill: given, or by a and b; None where the file is not calibrated.
+    """Scale factor of prefill, explicit or from a and b; None if the file is uncalibrated.
 
     Raises:
-        ArtifactError: it is no number above 0, or goes by another formula than ModelOpt's.
+        ArtifactError: the factor is not a positive number, or the formula is not ModelOpt's.
     """
-    given = group.get("threshold_scale_factor")
+    value = group.get("threshold_scale_factor")
     threshold = _threshold(group, "prefill")
     if threshold is None:
         return None
     if isinstance(threshold, dict):
         formula = _FORMULA
-        if isinstance(given, dict):
-            formula = given.get("formula", _FORMULA)
+        if isinstance(value, dict):
+            formula = value.get("formula", _FORMULA)
         if not isinstance(formula, str) or formula.replace(" ", "") != _FORMULA.replace(" ", ""):
             raise ArtifactError(
                 f"threshold_scale_factor.formula must be {_FORMULA!r}, got {shorten(formula)}"
@@ -307,7 +317,7 @@ def _factor(group: Mapping[str, Any], target: float) -> float | None:
     if not _is_number(threshold) or threshold <= 0:
         raise ArtifactError(
             f"threshold_scale_factor must be a number above 0, or a and b that make one, got "
-            f"{shorten(given)}"
+            f"{shorten(value)}"
         )
     return float(f"{threshold:.6g}")
 
@@ -317,7 +327,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _decode(group: Mapping[str, Any], targets: Mapping[str, float]) -> str | None:
-    """Threshold of decode, which has no place in an artifact; None where there is none."""
+    """Describe the decode threshold, which an artifact cannot store; None without one."""
     threshold = _threshold(group, "decode")
     if isinstance(threshold, dict) or "decode" in targets:
         return f"decode skips {targets.get('decode', _TARGET):.4g} of its tiles"
@@ -327,7 +337,7 @@ def _decode(group: Mapping[str, Any], targets: Mapping[str, float]) -> str | Non
 
 
 def _ignored(group: Mapping[str, Any]) -> set[int]:
-    """The layers whose modules stay dense."""
+    """Return the layers whose modules stay dense."""
     modules = group.get("ignore", [])
     if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
         raise ArtifactError(f"ignore must be a list of modules, got {shorten(modules)}")
@@ -344,7 +354,7 @@ def _ignored(group: Mapping[str, Any]) -> set[int]:
 
 
 def _blocks(sparsity: float, length: int) -> int:
-    """The fewest blocks that leave out no more than this share of the causal area."""
+    """Return the fewest blocks that skip at most this fraction of the causal area."""
     low = 1
     high = num_tiles(length)
     while low < high:

@@ -1,4 +1,4 @@
-"""Reads lists of head patterns (head_file) into patterns and prefill."""
+"""Read lists of head patterns (head_file) into patterns and prefill."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from artifacts.schema.patterns import (
     pattern_name,
 )
 
-# Where MInference has no limit: sparse from where the patterns leave out a fifth.
+# MInference has no dense_below. Prefill is sparse once the patterns skip a fifth.
 _WORTH_IT = 0.8
-# Fields of AngelSlim's model_fingerprint that are sizes, and their names in ModelInfo.
+# Size fields of AngelSlim's model_fingerprint, and their names in ModelInfo.
 _FINGERPRINT_SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
@@ -39,13 +39,13 @@ _FINGERPRINT_SIZES = {
 
 
 def read(source: Source, given: Given) -> Import:
-    """Read a file of MInference's or AngelSlim's.
+    """Read a file of MInference or AngelSlim.
 
-    Where nobody says from which length on it serves sparsely, that is from where the patterns
-    leave out a fifth of the causal area: the tool has no such limit.
+    These tools have no dense_below. Unless the user sets it, it is the length at which the patterns
+    skip a fifth of the causal area.
 
     Raises:
-        ArtifactError: the file is no such list, or does not fit the model.
+        ArtifactError: the file is not such a list, or does not fit the model.
     """
     import numpy as np
 
@@ -84,7 +84,7 @@ def read(source: Source, given: Given) -> Import:
     names = [tuple(pattern_name(pattern) for pattern, _ in row) for row in read_as]
     rows = shape.leave(names, notes, model.num_heads)
     exact = 0
-    # Layers beyond the file's last are filled in, and no head of them is exact.
+    # Layers after the last one in the file are filled in, and none of their heads is exact.
     for listed, read_row, row in zip(layers, read_as, rows, strict=False):
         for head, (_, changes) in enumerate(read_row):
             unchanged = all(effect == "same" for effect, _ in changes)
@@ -118,9 +118,9 @@ def read(source: Source, given: Given) -> Import:
 def _sizes_shown(
     layers: Sequence[dict[int, Entry]], most_heads: int, fields: Mapping[str, Any]
 ) -> dict[str, int]:
-    """The sizes of the model that the file shows, by their names in ModelInfo."""
+    """Return the model sizes that the file shows, by their names in ModelInfo."""
     sizes = {"num_layers": len(layers)}
-    # Where some layer names every head up to the highest, these are all heads.
+    # If a layer names every head up to the highest, these are all heads.
     if any(len(row) == most_heads for row in layers):
         sizes["num_heads"] = most_heads
     for field, name in _FINGERPRINT_SIZES.items():
@@ -136,7 +136,7 @@ def _sizes_shown(
 
 
 def _check_fingerprint(fields: Mapping[str, Any], shape: Shape) -> None:
-    """Raise ArtifactError where the file was searched for another model."""
+    """Raise ArtifactError if the file was searched for another model."""
     of_config = {**shape.config, "num_hidden_layers": shape.model.num_layers}
     for field, value in fields.items():
         of_model = of_config.get(field)
@@ -146,7 +146,7 @@ def _check_fingerprint(fields: Mapping[str, Any], shape: Shape) -> None:
 
 
 def _pattern(read: Entry, angelslim: bool) -> tuple[AnyPattern, list[tuple[Effect, str]]]:
-    """The pattern of an entry, and what is not the same."""
+    """Return the pattern of an entry, and its differences."""
     pattern = read.pattern()
     changes: list[tuple[Effect, str]] = []
     if angelslim and read.name == "block_sparse":
@@ -181,11 +181,11 @@ def _dense_below(artifact: Artifact, notes: Notes) -> int:
 
 
 def _scores_of(scores: Sequence[float]) -> Literal["recall", "other"] | None:
-    """Kind of scores: recalls, others where some exceed 1, None where all are 0 or 1."""
+    """Kind of scores: "recall", "other" if some exceed 1, None if all are 0 or 1."""
     # All 0, or the 1 that AngelSlim writes.
     if set(scores) <= {0, 1}:
         return None
-    # float32 means of shares end up a rounding error above 1.
+    # float32 means of fractions can exceed 1 by a rounding error.
     if all(0 <= score <= 1.0001 for score in scores):
         return "recall"
     return "other"

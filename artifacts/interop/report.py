@@ -1,4 +1,4 @@
-"""Fidelity of a conversion: heads that are the same on both sides, and effects on the others."""
+"""Fidelity of a conversion: identical heads, and the effects on the other heads."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from artifacts.schema.patterns import Effect
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-# Where a head computes more, it keeps all that it kept: nothing is lost but time.
+# A head that computes more keeps all of its tiles: only time is lost.
 HARMLESS = ("computes more", "same")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """One thing that is not the same on the two sides.
+    """One difference between the two sides.
 
     Attributes:
-        effect: what it does to the heads. "same" is a form that differs and an effect that does
-            not.
-        heads: on how many; 0 where it is about the whole file.
+        effect: effect on the heads. "same" is a different form with the same effect.
+        heads: number of affected heads; 0 for a note on the whole file.
     """
 
     effect: Effect
@@ -38,9 +37,9 @@ class Report:
     """Fidelity of a conversion.
 
     Attributes:
-        heads: that the file speaks of: query heads, or KV heads, as `unit` says.
-        exact: those that are the same on both sides.
-        measure: the command that measures what the conversion costs in recall, given a model.
+        heads: number of heads in the file: query heads or KV heads, by `unit`.
+        exact: number of heads that are the same on both sides.
+        measure: command that measures the loss of recall with a model.
     """
 
     heads: int
@@ -51,11 +50,11 @@ class Report:
 
     @property
     def lossy(self) -> bool:
-        """True where anything is lost but time."""
+        """True if anything except time is lost."""
         return any(note.effect not in HARMLESS for note in self.notes)
 
     def lines(self) -> Iterator[str]:
-        """The report for people."""
+        """Yield the lines of the report for a terminal."""
         yield f"{self.unit}s: {self.exact:,} of {self.heads:,} exactly"
         for note in self.notes:
             if note.heads:
@@ -67,13 +66,13 @@ class Report:
             yield f"recall: needs the model; {self.measure}"
 
     def as_json(self) -> dict[str, Any]:
-        """The report for programs."""
+        """Return the report as JSON data."""
         return {"lossy": self.lossy, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Artifact and arrays that an import makes, and their fidelity to the file."""
+    """Artifact and arrays of an import, and their fidelity to the file."""
 
     artifact: Artifact
     arrays: dict[str, Array]
@@ -82,29 +81,29 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Files that an export makes, and their fidelity to the artifact."""
+    """Files of an export, and their fidelity to the artifact."""
 
     files: dict[Path, bytes]
     report: Report
 
 
 class Notes:
-    """Collects notes; the same note of several heads becomes one with their number."""
+    """Collector of notes; it merges equal notes of several heads and counts the heads."""
 
     def __init__(self) -> None:
         self._heads: dict[tuple[Effect, str], int] = {}
 
     def heads(self, effect: Effect, what: str, heads: int = 1) -> None:
-        """Note it for so many heads more, and not at all for none."""
+        """Add `heads` to the count of a note; do nothing for 0 heads."""
         if heads:
             self._heads[effect, what] = self._heads.get((effect, what), 0) + heads
 
     def file(self, effect: Effect, what: str) -> None:
-        """Note it for the whole file."""
+        """Add a note on the whole file."""
         self._heads[effect, what] = 0
 
     def left_out(self, artifact: Artifact, *carried: str) -> None:
-        """Note the artifact's sections, beside `carried`, that the format has no place for."""
+        """Add notes on the artifact's sections that the format cannot store, except `carried`."""
         there = {
             "prefill": artifact.patterns,
             "decode": artifact.decode,
@@ -115,7 +114,7 @@ class Notes:
                 self.file("not carried over", f"the {name} section has no place in this format")
 
     def report(self, heads: int, exact: int, unit: str = "head") -> Report:
-        """All of it, in the order in which it first came up."""
+        """Return the report, with notes in the order of their first use."""
         notes = tuple(
             Note(effect=effect, heads=count, what=what)
             for (effect, what), count in self._heads.items()

@@ -1,4 +1,4 @@
-"""Model that an imported file is for, from the file, the model's config.json and flags."""
+"""Model of an imported file, from the file, the model's config.json and flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from artifacts.schema.artifact import Artifact, Prefill
 from artifacts.schema.fields import LARGEST, MOST
 from artifacts.schema.model import ModelInfo
 
-# Of each size: its names in config.json, its flag, what it is.
+# For each size: names in config.json, flag, description.
 _SIZES = {
     "num_layers": (("num_hidden_layers", "n_layer", "num_layers"), "--layers", "layers"),
     "num_heads": (("num_attention_heads", "n_head"), "--heads", "query heads"),
@@ -28,15 +28,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """Options of the user on the model and on how to read a file; None where not given.
+    """User options for the model and for reading a file; None for a missing option.
 
     Attributes:
-        config: the model's config.json.
-        layers, heads, kv_heads, head_dim, max_positions: as ModelInfo has them.
-        dense_below, dense_tail: as in prefill.
-        sinks, window: of streaming heads, in tokens.
-        threshold: of a KV head's score, from which on it keeps everything.
-        sparsity: instead, the share of KV heads that stream, those with the smallest scores.
+        config: path of the model's config.json.
+        layers: number of layers.
+        heads: number of query heads of a layer.
+        kv_heads: number of KV heads of a layer.
+        head_dim: width of a head.
+        max_positions: longest context of the model in tokens.
+        dense_below: as in prefill.
+        dense_tail: as in prefill.
+        sinks: first tokens that streaming heads keep.
+        window: window of streaming heads in tokens.
+        threshold: minimum score of KV heads that keep everything.
+        sparsity: fraction of KV heads that stream, those with the smallest scores; an alternative
+            to threshold.
     """
 
     config: Path | None = None
@@ -64,14 +71,14 @@ class Shape:
     config: Mapping[str, Any]
 
     def artifact(self, **fields: Any) -> Artifact:
-        """Artifact for the model with these fields, and without patterns unless they are given."""
+        """Make an artifact for the model with these fields; patterns are empty by default."""
         nothing = Prefill(dense_below=0, layers=(None,) * self.model.num_layers)
         return Artifact(
             **{"model": self.model, "search": None, "patterns": {}, "prefill": nothing} | fields
         )
 
     def leave(self, rows: Sequence[T], notes: Notes, heads: int = 1) -> tuple[T | None, ...]:
-        """The layers' rows, None for those that slide; each of these is noted for so many heads."""
+        """Replace the rows of sliding-window layers by None, with a note on `heads` heads each."""
         left = len(self.sliding) * heads
         notes.heads(
             "not carried over", "the layer slides over a window of its own and is left alone", left
@@ -87,20 +94,20 @@ def model_shape(
     least_layers: int = 0,
     **of_file: int,
 ) -> Shape:
-    """Put the model together.
+    """Determine the model of an imported file.
 
     Args:
-        given: the user's config.json and flags.
-        file: the imported file, which names the model where nothing else does.
-        own: the file's own fields, where it may be the model's config.json; it counts where no
-            other is given.
-        least_layers: how many the file names, where it does not show how many there are.
-        of_file: the sizes that the file itself shows, by their names in ModelInfo. The number of
-            layers is a minimum: a file may leave the last ones out.
+        given: config.json and flags of the user.
+        file: imported file; its name is the fallback for the name of the model.
+        own: fields of the file if it may be the model's config.json; used without another
+            config.json.
+        least_layers: minimum number of layers, for a file that does not show the number.
+        of_file: sizes that the file shows, by their names in ModelInfo. The number of layers is a
+            minimum, because a file may omit the last layers.
 
     Raises:
-        ArtifactError: a size is missing, or two places disagree about one; the line says where it
-            can come from.
+        ArtifactError: a size is missing, or two sources disagree; the message names the possible
+            sources.
     """
     path, config = _config(given.config)
     if path is None and own is not None and set(own) & _KEYS:
@@ -115,9 +122,9 @@ def model_shape(
             f"the file does not say how many {whats} the model has: give --config config.json or "
             f"{flags}"
         )
-    if sizes["num_layers"] < (least := max(least_layers, of_file.get("num_layers", 0))):
+    if sizes["num_layers"] < (minimum := max(least_layers, of_file.get("num_layers", 0))):
         raise ArtifactError(
-            f"has {least} layers, the model has {sizes['num_layers']}: which model is it?"
+            f"has {minimum} layers, the model has {sizes['num_layers']}: which model is it?"
         )
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ArtifactError(
@@ -170,7 +177,7 @@ def _size(
     config: Mapping[str, Any],
     of_file: Mapping[str, int],
 ) -> int | None:
-    """A size of the model from all that say it; None where nothing does."""
+    """Return a size of the model from all sources; None if no source has it."""
     keys, flag, what = _SIZES[name]
     sizes: list[tuple[str, int]] = []
     flagged = getattr(given, flag[2:].replace("-", "_"))
@@ -190,9 +197,9 @@ def _size(
     if not sizes:
         return None
     for where, size in sizes:
-        most = {"max_positions": LARGEST, "head_dim": 65_536}.get(name, MOST)
-        if not 1 <= size <= most:
-            raise ArtifactError(f"{where}: must be from 1 to {most}, got {shorten(size)}")
+        maximum = {"max_positions": LARGEST, "head_dim": 65_536}.get(name, MOST)
+        if not 1 <= size <= maximum:
+            raise ArtifactError(f"{where}: must be from 1 to {maximum}, got {shorten(size)}")
         if size != sizes[0][1]:
             raise ArtifactError(
                 f"{sizes[0][0]} says {sizes[0][1]} {what}, {where} says {size}: which model is it?"
@@ -201,7 +208,7 @@ def _size(
 
 
 def _derived(name: str, config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Fill in a config.json: as many KV heads as query heads, head width by their number."""
+    """Derive a missing size: KV heads from query heads, head width from the hidden size."""
     heads = config.get("num_attention_heads")
     hidden = config.get("hidden_size")
     if name == "num_kv_heads":

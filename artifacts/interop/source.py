@@ -1,4 +1,4 @@
-"""Another tool's file, read as what it is: text from somewhere, to be believed in nothing."""
+"""File of another tool, read as untrusted text."""
 
 from __future__ import annotations
 
@@ -16,39 +16,43 @@ from artifacts.schema.fields import Imported
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-# A hundred layers of a hundred heads, a value a line, come to 1.5 MiB.
+# 100 layers of 100 heads with one value per line take 1.5 MiB.
 MAX_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file's path and bytes; errors of its methods lack its name, which errors.naming adds."""
+    """Path and bytes of a file; errors.naming adds the file name to errors of the methods."""
 
     path: Path
     data: bytes
 
     @classmethod
     def read(cls, path: Path) -> Source:
-        """The file at `path`.
+        """Read the file at `path`.
 
         Raises:
-            ArtifactError: as artifacts.files.read_regular(), at 4 MiB.
+            ArtifactError: as in artifacts.files.read_regular(), with a limit of 4 MiB.
         """
         return cls(path=path, data=read_regular(path, MAX_BYTES, "a file of head patterns"))
 
     def text(self) -> str:
-        """Its text. Raises ArtifactError where it is not UTF-8."""
+        """Decode the text.
+
+        Raises:
+            ArtifactError: the file is not UTF-8.
+        """
         try:
             return self.data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ArtifactError(f"not UTF-8 text (byte {error.start})") from None
 
     def json(self) -> Any:
-        """The JSON value in it.
+        """Parse the JSON value.
 
         Raises:
-            ArtifactError: it is no JSON, has a key twice, a NaN or an infinity, or is nested too
-                deep.
+            ArtifactError: the text is not JSON, has a duplicate key, a NaN or an infinity, or is
+                nested too deep.
         """
         try:
             return json.loads(self.text(), object_pairs_hook=_unique, parse_constant=_constant)
@@ -61,25 +65,29 @@ class Source:
         except ArtifactError:
             raise
         except ValueError:
-            # A whole number of thousands of digits, which Python refuses to read.
+            # Python refuses to parse whole numbers with thousands of digits.
             raise ArtifactError("holds a number of too many digits") from None
 
     def mapping(self) -> dict[str, Any]:
-        """The JSON object in it. Raises ArtifactError as json(), and where it is another value."""
+        """Parse the JSON object.
+
+        Raises:
+            ArtifactError: as in json(), or the value is not an object.
+        """
         value = self.json()
         if not isinstance(value, dict):
             raise ArtifactError(f"must be a JSON object, got {shorten(value)}")
         return value
 
     def imported(self, format: Any, scores: Any = None) -> Imported:
-        """Section's record of the file that it comes from."""
+        """Return the record of the imported file, for a section."""
         name = self.path.name.encode(errors="replace").decode()
         return Imported(
             format=format, file=name, sha256=hashlib.sha256(self.data).hexdigest(), scores=scores
         )
 
     def kept(self, section: str) -> dict[str, Array]:
-        """Array with the file's bytes, to be written again."""
+        """Return an array with the bytes of the file, for a later export."""
         import numpy as np
 
         return {f"imported.{section}": np.frombuffer(self.data, dtype=np.uint8)}
@@ -88,7 +96,7 @@ class Source:
 def original(
     section: str, imported: Imported | None, arrays: Mapping[str, Array], *formats: str
 ) -> Source | None:
-    """File that a section was imported from, if it has one of these formats and was kept."""
+    """Return the imported file of a section if it is stored and has one of these formats."""
     name = f"imported.{section}"
     entry = header(arrays).get(name)
     if (
@@ -105,7 +113,7 @@ def original(
 
 
 def array(arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array | None:
-    """The array of this name and shape; one of another shape, which may be large, is not read."""
+    """Return the array of this name and shape; an array of another shape is not read."""
     entry = header(arrays).get(name)
     if entry is not None and entry.shape == shape:
         return arrays[name]
@@ -113,17 +121,17 @@ def array(arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Arr
 
 
 def header(arrays: Mapping[str, Array]) -> Mapping[str, Any]:
-    """Header entries of a sidecar's arrays, or the arrays themselves."""
+    """Return the header entries of a sidecar's arrays, or the arrays themselves."""
     return getattr(arrays, "entries", arrays)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ArtifactError(f"the key {shorten(twice)} is given twice: remove one")
-    return made
+    return result
 
 
 def _constant(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Writes patterns of prefill as lists of head patterns (head_file)."""
+"""Write patterns of prefill as lists of head patterns (head_file)."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from artifacts.schema.patterns import (
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-# Of a dense head, beside every diagonal: vLLM, which loads such files, reads 30 columns as 130.
+# Columns of a dense head, which has every diagonal. vLLM loads such files and reads 30 as 130.
 _FEW_COLUMNS = 31
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     """Write the list of head patterns, each head with a score.
 
-    A head that was imported and not changed since is written as it was read, with its score;
-    another with its recall, where the sidecar has it. What the format lacks is written as the
-    nearest that it has."""
+    An imported and unchanged head is written with its original entry and score. Other heads are
+    written with their recall, if the sidecar has it. A pattern that the format lacks is written as
+    the nearest one that it has.
+    """
     notes = Notes()
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     originals = _originals(artifact, arrays)
@@ -57,7 +58,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
                 read = originals[layer][head]
             else:
                 read = None
-            # A layer that slides is as it was read, whatever the file says of it.
+            # A sliding-window layer is unchanged, regardless of its entries in the file.
             if read is not None and pattern in (None, read.pattern()):
                 exact += 1
                 listed[-1][str(head)] = read.as_json
@@ -79,7 +80,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
 
 
 def _originals(artifact: Artifact, arrays: Mapping[str, Array]) -> list[list[Entry]] | None:
-    """The entries that were imported; None where there are none."""
+    """Return the imported entries; None without an import."""
     imported = artifact.prefill.imported
     model = artifact.model
     source = original("prefill", imported, arrays, "minference")
@@ -94,9 +95,9 @@ def _originals(artifact: Artifact, arrays: Mapping[str, Array]) -> list[list[Ent
 def _nearest(
     pattern: AnyPattern | None, artifact: Artifact
 ) -> tuple[Entry, list[tuple[Effect, str]]]:
-    """Entry nearest to a pattern (None: the layer slides), and the differences that remain."""
+    """Nearest entry to a pattern (None: sliding-window layer), and remaining differences."""
     changes: list[tuple[Effect, str]] = []
-    most = artifact.model.max_positions
+    max_positions = artifact.model.max_positions
     match pattern:
         case AShape(sink=sink, window=window):
             return entry("stream_llm", sink, window), []
@@ -129,14 +130,14 @@ def _nearest(
                 ("not carried over", "a layer that slides over its own window is written as dense")
             ]
         case Dense():
-            changes = [("same", f"dense is written as {most:,} diagonals")]
+            changes = [("same", f"dense is written as {max_positions:,} diagonals")]
         case _:
             changes = [("computes more", f"{pattern.kind} is written as dense")]
-    return entry("vertical_and_slash", _FEW_COLUMNS, most), changes
+    return entry("vertical_and_slash", _FEW_COLUMNS, max_positions), changes
 
 
 def _settings(artifact: Artifact, notes: Notes) -> None:
-    """Settings of prefill beside the heads' patterns."""
+    """Add notes on the settings of prefill other than the patterns of heads."""
     prefill = artifact.prefill
     if prefill.dense_tail:
         notes.file("keeps less", f"the last {prefill.dense_tail} queries do not see every key")

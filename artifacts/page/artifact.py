@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
 LEFT_ALONE = "."
-# More heads than fit beside the means are wrapped.
+# Heads that do not fit on the line of the means are wrapped.
 _MAP_HEADS = 48
 _MAP_WRAP = 32
 _MEANS = ("recall", "error", "density")
@@ -30,12 +30,12 @@ def render(
     """The page that `headwise show` prints.
 
     Args:
-        artifact: what to show.
-        file: the YAML file's name, for the first line.
-        arrays: the sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers,
-            heads), give a mean for each layer; where there are none, imported recalls do.
-        sidecar: one line on the sidecar's state.
-        width: columns that sentences may take.
+        artifact: artifact to show.
+        file: name of the YAML file, for the first line.
+        arrays: arrays of the sidecar. The page shows the mean of each layer for chosen.recall,
+            chosen.error and chosen.density of shape (layers, heads), or else of imported recalls.
+        sidecar: line on the state of the sidecar.
+        width: maximum width of sentences in columns.
     """
     parts = [
         _head(artifact, file, sidecar, width),
@@ -101,13 +101,13 @@ def _decode(artifact: Artifact) -> Iterator[str]:
             f"chunked prefill: {omnikv.prefill_ratio:g} tokens of the "
             f"past for each token of the chunk"
         )
-    if kept := omnikv.similarity:
+    if similarity := omnikv.similarity:
         yield (
-            f"keeps {kept.kept:.4f} of the attention mass on held-out prompts "
-            f"({', '.join(kept.tasks)}); evenly spaced {kept.evenly_spaced:.4f}"
+            f"keeps {similarity.kept:.4f} of the attention mass on held-out prompts "
+            f"({', '.join(similarity.tasks)}); evenly spaced {similarity.evenly_spaced:.4f}"
         )
-        if kept.error is not None:
-            yield f"error {kept.error:.5f}"
+        if similarity.error is not None:
+            yield f"error {similarity.error:.5f}"
 
 
 def _kv_cache(artifact: Artifact) -> Iterator[str]:
@@ -236,7 +236,7 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
         rows.append([m.name, *values, m.baseline_name or "", cell(m.length, ","), cell(m.samples)])
     if evidence.measurements:
         lines += aligned(rows, left=(0, 3), indent=2)
-    # Most entries share a command and a machine: said once.
+    # Most entries share a command and a machine, which are printed only once.
     for command in dict.fromkeys(m.command for m in evidence.measurements):
         lines += labelled("", f"$ {command}", width, indent=2)
     for device, versions in dict.fromkeys(
@@ -249,15 +249,15 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
 
 
 def _accuracy(task: TaskFigures) -> str:
-    """Of dense attention and of the artifact, and of how many questions."""
+    """Accuracy of dense attention and of the artifact, and the number of questions."""
     if task.dense_right is None or task.lost is None or task.won is None:
         return "-"
     if task.answers is None:
-        asked = task.prompts
+        total = task.prompts
     else:
-        asked = task.answers
-    kept = task.dense_right - task.lost + task.won
-    return f"dense {task.dense_right / asked:.2f}, artifact {kept / asked:.2f} of {asked:,}"
+        total = task.answers
+    correct = task.dense_right - task.lost + task.won
+    return f"dense {task.dense_right / total:.2f}, artifact {correct / total:.2f} of {total:,}"
 
 
 def _prompts(prompts: PromptSet) -> str:

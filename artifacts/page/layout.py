@@ -1,4 +1,4 @@
-"""Layout of a page on a terminal: labelled lines, tables, numbers."""
+"""Layout of a page on a terminal: labeled lines, tables, numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LABEL = 13
 
 
 def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterator[str]:
-    """The text beside its label, wrapped under itself, without the power to move the cursor."""
+    """Yield a label and its wrapped text, with control characters escaped."""
     lines = textwrap.wrap(one_line(text), width - indent, break_on_hyphens=False) or [""]
     for i, line in enumerate(lines):
         if i == 0:
@@ -22,7 +22,7 @@ def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterato
 
 
 def cell(value: float | None, form: str = "", unit: str = "") -> str:
-    """A number in this format, or - where there is none."""
+    """Format a number, or - for None."""
     if value is None:
         return "-"
     return f"{value:{form}}{unit}"
@@ -31,7 +31,7 @@ def cell(value: float | None, form: str = "", unit: str = "") -> str:
 def aligned(
     rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), indent: int = 0
 ) -> list[str]:
-    """Rows of cells as lines in columns; columns in `left` are aligned left, others right."""
+    """Align rows of cells in columns; columns in `left` are left-aligned, others right."""
     cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = []

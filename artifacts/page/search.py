@@ -1,4 +1,4 @@
-"""Page's part on the search: origin of the patterns, and points of the front."""
+"""Part of the page on the search: origin of the patterns, and points of the front."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _how(search: SearchInfo) -> str:
 
 
 def lengths(artifact: Artifact) -> Iterator[Row]:
-    """From where on prefill is sparse, and how sizes go with the length."""
+    """Length from which prefill is sparse, and the scaling of sizes with the length."""
     prefill = artifact.prefill
     sparse = (
         f"dense below {prefill.dense_below:,} tokens; the last "
@@ -72,7 +72,7 @@ def lengths(artifact: Artifact) -> Iterator[Row]:
 
 
 def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
-    """Points to choose from, the cheapest first; the one that is served has a mark."""
+    """Points of the front, the cheapest first, with a mark at the served point."""
     section = artifact.prefill.front
     if section is None:
         return []

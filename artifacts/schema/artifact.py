@@ -1,6 +1,6 @@
 """Version 1 of the artifact: what Headwise found for one model, as immutable data.
 
-What each field means is said where it is declared; docs/schema.md is made of it.
+The declaration of each field describes it; docs/schema.md is generated from these descriptions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Timestamp = Annotated[
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "a UTC time like 2025-01-31T12:00:00Z"
     ),
 ]
-# A bare name: a path could reach any file, and the pair could no longer be moved together.
+# Only a bare name: a path could reach any file and would break when the pair is moved.
 SidecarName = Annotated[
     str,
     matching(
@@ -51,7 +51,7 @@ SidecarName = Annotated[
 
 
 def now() -> str:
-    """This second in UTC, as an artifact writes it."""
+    """Return the current time in UTC, to the second, in the format of an artifact."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -90,7 +90,7 @@ class Prefill(Record):
     )
 
     def validate_for(self, model: ModelInfo, patterns: Collection[str]) -> None:
-        """Raise ValueError where rows do not fit the model or name none of the patterns."""
+        """Raise ValueError if rows do not fit the model or name an unknown pattern."""
         if len(self.layers) != model.num_layers:
             raise ValueError(
                 f"prefill.layers has {len(self.layers)} rows, the model has {model.num_layers} "
@@ -163,7 +163,7 @@ class Artifact(Record):
             )
         used = {name for row in self.prefill.layers for name in row or ()}
         unused = next((name for name in self.patterns if name not in used), None)
-        # Which patterns the points of a front use, the sidecar says.
+        # The patterns that the points of a front use are only in the sidecar.
         if unused and self.prefill.front is None:
             raise ValueError(
                 f"patterns.{unused} is used by no head: remove it or use it in prefill.layers"
@@ -181,7 +181,7 @@ class Artifact(Record):
         return self
 
     def _check_unit(self, front: Front) -> None:
-        """Raise ValueError where the front counts in another unit than the search."""
+        """Raise ValueError if the front and the search have different cost units."""
         cost = None if self.search is None else self.search.cost
         unit = None if cost is None else cost.unit
         if front.unit != unit:
@@ -190,7 +190,7 @@ class Artifact(Record):
             )
 
     def _check_winners(self, search: SearchInfo) -> None:
-        """Raise ValueError where the summary is not of the rows."""
+        """Raise ValueError if the summary does not match the rows."""
         rows = Counter(
             str(self.patterns[name].kind) for row in self.prefill.layers for name in row or ()
         )
@@ -203,7 +203,7 @@ class Artifact(Record):
 
 
 def _check_exclusive(omnikv: OmniKV, kv_cache: KVCache) -> None:
-    """Raise ValueError where a policy drops tokens that OmniKV selects from."""
+    """Raise ValueError if a policy drops tokens that OmniKV selects from."""
     for layer, row in enumerate(kv_cache.layers):
         names = (row,) if isinstance(row, str) else row or ()
         free = layer in omnikv.dense_layers or layer < omnikv.filter_layers[0]

@@ -1,4 +1,4 @@
-"""The decode section: which layers choose the tokens that the others attend to (OmniKV)."""
+"""The decode section: filter layers that select tokens for the other layers (OmniKV)."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ class OmniKV(Record):
         return self
 
     def filter_of(self, layer: int) -> int | None:
-        """Filter layer that serves a full-attention layer; None where it attends to everything."""
+        """Return the filter layer of a full-attention layer; None if it attends to everything."""
         before = [at for at in self.filter_layers if at < layer]
         if before and layer not in (*self.filter_layers, *self.dense_layers):
             return before[-1]
         return None
 
     def validate_for(self, model: ModelInfo) -> None:
-        """Raise ValueError where the section does not fit the model."""
+        """Raise ValueError if the section does not fit the model."""
         for name in ("filter_layers", "dense_layers"):
             last = max(getattr(self, name), default=0)
             if last >= model.num_layers:

@@ -1,4 +1,4 @@
-"""The evidence section: measurements, and the prompts for choosing and for reporting."""
+"""The evidence section: measurements, and the prompts for selection and for reporting."""
 
 from __future__ import annotations
 
@@ -153,12 +153,12 @@ class Evidence(Record):
 
     @property
     def measured_length(self) -> int | None:
-        """Longest prompt on which the losses of `tasks` were measured, in tokens; None without."""
+        """Length in tokens of the longest prompt in the losses of `tasks`; None without tasks."""
         return max((task.length for task in self.tasks if task.length is not None), default=None)
 
     @property
     def proof(self) -> str:
-        """What the gate has proven, and up to how many tokens, in words."""
+        """Describe the result of the gate, and up to which prompt length it holds."""
         if self.verdict is None:
             return "not proven: no gate has run on its patterns"
         tokens = self.measured_length
@@ -172,28 +172,30 @@ class Evidence(Record):
         return f"not proven: {self.verdict.why}, too few to see a loss of one in five{up_to}"
 
     def beyond(self, tokens: int) -> str | None:
-        """The warning for a prompt that is longer than the longest that was measured, else None."""
-        most = self.measured_length
-        if most is None or tokens <= most:
+        """Return a warning for a prompt longer than the longest measured one, else None."""
+        measured = self.measured_length
+        if measured is None or tokens <= measured:
             return None
         return (
-            f"a prompt of {tokens:,} tokens is longer than the {most:,} up to which the artifact's "
-            "losses were measured: what it loses there is not known (headwise gate --length "
-            "measures it)"
+            f"a prompt of {tokens:,} tokens is longer than the {measured:,} up to which the "
+            "artifact's losses were measured: what it loses there is not known (headwise gate "
+            "--length measures it)"
         )
 
     def with_measurements(
         self, entries: Iterable[Measurement], *, command: str | None = None
     ) -> Evidence:
-        """Evidence with more measurements, which replace those of `command` if it is named."""
-        kept = [entry for entry in self.measurements if command is None or entry.command != command]
-        return self.model_copy(update={"measurements": (*kept, *entries)})
+        """Return the evidence with added measurements; those of `command`, if set, are replaced."""
+        remaining = [
+            entry for entry in self.measurements if command is None or entry.command != command
+        ]
+        return self.model_copy(update={"measurements": (*remaining, *entries)})
 
     def __bool__(self) -> bool:
         return bool(self.tasks or self.measurements)
 
 
 def check_lost(lost: int | None, dense_right: int | None) -> None:
-    """Raise ValueError where lost answers are not some of those that dense attention gets right."""
+    """Raise ValueError if lost answers are not a subset of dense attention's right answers."""
     if lost is not None and (dense_right is None or lost > dense_right):
         raise ValueError(f"lost is {lost}, but dense attention answers {dense_right or 0} right")

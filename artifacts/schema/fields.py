@@ -12,11 +12,10 @@ from pydantic import (
     Field,
 )
 
-# No prompt is longer and no size larger; what a file may claim has to be small enough to be counted
-# with.
+# Upper limit of prompt lengths and sizes. Values in a file have to be small enough for arithmetic.
 LARGEST = 2**31 - 1
-# Of layers, and of the heads of one; and of the query heads of all layers together. Models have up
-# to 16,128.
+# Maximum number of layers, and of heads in a layer; and of query heads in all layers together.
+# Models have up to 16,128 query heads.
 MOST = 4_096
 MOST_HEADS = 65_536
 
@@ -28,13 +27,13 @@ class Record(BaseModel):
 
 
 def together(record: BaseModel, first: str, second: str) -> None:
-    """Raise ValueError where one of two fields is given without the other."""
+    """Raise ValueError if only one of two fields is set."""
     if (getattr(record, first) is None) != (getattr(record, second) is None):
         raise ValueError(f"{first} and {second} go together: give both or neither")
 
 
 def matching(pattern: str, wanted: str) -> AfterValidator:
-    """Text that matches as a whole; errors show `wanted` and not a regular expression."""
+    """Validator of a full match; errors show `wanted` instead of the regular expression."""
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
@@ -46,14 +45,14 @@ def matching(pattern: str, wanted: str) -> AfterValidator:
 
 
 def _share(value: float) -> float:
-    # Means of float32 shares end up a rounding error above one.
+    # Means of float32 fractions can exceed 1 by a rounding error.
     if not 0.0 <= value <= 1.0001:
         raise ValueError("must be from 0 to 1")
     return min(value, 1.0)
 
 
 T = TypeVar("T")
-# Of a list, too, which is what YAML has: strict mode takes tuples alone.
+# Accept lists, which YAML has: strict mode accepts only tuples.
 Items = Annotated[tuple[T, ...], Field(strict=False)]
 Text = Annotated[str, Field(min_length=1)]
 Natural = Annotated[int, Field(ge=0, le=LARGEST)]

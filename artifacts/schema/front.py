@@ -1,4 +1,4 @@
-"""The front: settings between fast and exact, of which loading chooses one."""
+"""The front: settings between fast and exact; loading selects one of them."""
 
 from __future__ import annotations
 
@@ -90,19 +90,19 @@ class Front(Record):
         return self
 
     def choose(self, point: str) -> int:
-        """Return the number of the best of the points that meet a request, see read_point.
+        """Return the number of the best point that meets a request (see read_point).
 
         Raises:
-            HeadwiseError: `point` is not POINT, or no point meets it.
+            HeadwiseError: `point` is not a POINT, or no point of the front meets it.
         """
-        asked = read_point(point)
-        if asked is None:
+        request = read_point(point)
+        if request is None:
             raise HeadwiseError(f"point must be {POINT}, got {shorten(point)}")
-        name, limit = asked
+        name, limit = request
         points = list(enumerate(self.points))
         match name:
             case "speedup":
-                # The dearest of those that are fast enough is the nearest to dense.
+                # The most expensive point that is fast enough is the nearest to dense.
                 met = [i for i, each in reversed(points) if each.speedup >= limit]
             case "kl":
                 met = [i for i, each in points if each.kl <= limit]
@@ -113,7 +113,7 @@ class Front(Record):
         return met[0]
 
     def offers(self) -> str:
-        """Ranges of the points, in a line."""
+        """Return the ranges of the points in one line."""
         recalls = [point.recall for point in self.points]
         first = self.points[0]
         last = self.points[-1]
@@ -125,12 +125,13 @@ class Front(Record):
 
 
 def read_point(point: str) -> tuple[str, float] | None:
-    """Parse a request for a point of a front; None if it is not POINT.
+    """Parse a request for a point of a front; None if it is not a POINT.
 
     Args:
-        point: "speedup=1.5" for attention at least 1.5 times as fast as dense: of these points the
-            one with the least kl; "kl=0.01" for at most 0.01 nats a token from dense, or
-            "recall=0.95" for at least 0.95 of the attention mass: of these the fastest.
+        point: one of these forms. "speedup=1.5" selects the smallest kl among points with attention
+            at least 1.5 times as fast as dense. "kl=0.01" selects the fastest point within 0.01
+            nats a token of dense. "recall=0.95" selects the fastest point with at least 0.95 of the
+            attention mass.
     """
     name, _, number = str(point).partition("=")
     try:

@@ -1,4 +1,4 @@
-"""The kv_cache section: what each layer and KV head keeps of its keys and values.
+"""The kv_cache section: keys and values that each layer and KV head keeps.
 
     kv_cache:
       policies:
@@ -6,8 +6,9 @@
         h2o: {kind: h2o, heavy: 0.1, recent: 0.1}
       layers: [stream, h2o, [full, stream, stream], null, ...]
 
-A row is one policy for all KV heads, or one for each; null is a layer that slides over a window of
-the model's own."""
+A row is one policy for all KV heads, or one policy per KV head. null is a layer with sliding-window
+attention in the model.
+"""
 
 from __future__ import annotations
 
@@ -140,14 +141,14 @@ class KVCache(Record):
     )
 
     def heads(self, layer: int, num_kv_heads: int) -> tuple[str, ...] | None:
-        """The names of a layer's policies, one for each KV head; None for a layer that slides."""
+        """Return the policy names of a layer by KV head; None for a sliding-window layer."""
         row = self.layers[layer]
         if isinstance(row, str):
             return (row,) * num_kv_heads
         return row
 
     def validate_for(self, model: ModelInfo) -> None:
-        """Raise ValueError where the section does not fit the model."""
+        """Raise ValueError if the section does not fit the model."""
         if len(self.layers) != model.num_layers:
             raise ValueError(
                 f"kv_cache.layers has {len(self.layers)} rows, the model has {model.num_layers} "

@@ -47,7 +47,7 @@ class ModelInfo(Record):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The hashes that are open, so that any model of the shape passes for this one."""
+        """Return the names of the missing hashes, without which any model of the shape matches."""
         return tuple(
             name for name in ("config_sha256", "weights_sha256") if getattr(self, name) is None
         )

@@ -1,7 +1,7 @@
 """Records of the attention patterns an artifact can name.
 
-A kind's record owns what others ask of it: fields, short name, letter and colour, and the tiles
-that its sizes make it compute. kernels.patterns has the same kinds and sizes as code.
+The record of a kind has its fields, short name, letter and color, and the tiles that it computes at
+its sizes. kernels.patterns implements the same kinds and sizes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pydantic import Field
 
 from artifacts.schema.fields import LARGEST, Count, Coverage, Record, matching
 
-# The kernels compute in tiles of so many queries by so many keys.
+# Tile size of the kernels, in queries and in keys.
 TILE = 64
 DEFAULT_LAST_Q = 64
 
-# What becomes of a head whose pattern is written in a form that is not quite its own.
+# Effects on a head whose pattern is converted to a form that is not equivalent.
 Effect = Literal[
     "keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"
 ]
@@ -40,7 +40,7 @@ AtMost = Annotated[
 
 
 def num_tiles(length: int) -> int:
-    """Tiles that `length` tokens take up."""
+    """Number of tiles of `length` tokens."""
     return -(-length // TILE)
 
 
@@ -49,8 +49,8 @@ class Layout:
     """Key tiles that each row of query tiles computes.
 
     Attributes:
-        near: nearest diagonals of tiles, the row's own tile included.
-        columns: first keys, in tokens.
+        near: number of nearest diagonals of tiles, including the row's own tile.
+        columns: number of first keys in tokens.
     """
 
     near: int
@@ -58,7 +58,7 @@ class Layout:
 
 
 def nearest(window: int, length: int) -> int:
-    """Diagonals of tiles that a window of `window` tokens touches on a prompt of `length`."""
+    """Number of tile diagonals that a window of `window` tokens touches at `length` tokens."""
     return min(num_tiles(window - 1), num_tiles(length) - 1) + 1
 
 
@@ -82,9 +82,9 @@ class PatternRecord(Record):
     """The last queries see sinks and a window alone, whatever the prompt."""
 
     def layout(self, length: int) -> Layout | None:
-        """Tiles computed on a prompt of `length` tokens; None where sizes do not tell.
+        """Tiles computed on a prompt of `length` tokens; None if sizes do not determine them.
 
-        Where the prompt chooses, the first columns and the nearest diagonals stand for its choice.
+        For patterns that depend on the prompt, these are the first columns and nearest diagonals.
         """
         return None
 
@@ -171,7 +171,7 @@ class BlockSparse(PatternRecord):
 
     def layout(self, length: int) -> Layout:
         """See PatternRecord.layout."""
-        # The first tile and its own are always among them.
+        # The first tile and the row's own tile are always included.
         return Layout(near=max(self.blocks, 2) - 1, columns=TILE)
 
 
@@ -203,9 +203,9 @@ KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}"
 
 
 def pattern_name(pattern: AnyPattern) -> str:
-    """The short canonical name, such as a_1024_4096.
+    """Return the short canonical name, such as a_1024_4096.
 
-    With _q32 for a last_q of 32 and _c95 for a coverage of 0.95.
+    The suffix _q32 is a last_q of 32, and _c95 is a coverage of 0.95.
     """
     fields = dict(pattern)
     name = pattern.named.format(
@@ -222,10 +222,16 @@ def pattern_name(pattern: AnyPattern) -> str:
 
 
 def grown(pattern: AnyPattern, searched: int | None, length: int) -> AnyPattern:
-    """The pattern on `length` keys, its sizes searched on `searched` keys; None: they stay.
+    """Scale the sizes of a pattern to a longer prompt.
 
-    On more keys the growing sizes are multiplied by the ratio of the lengths, both in whole tiles;
-    kernels.patterns does the same to its patterns."""
+    The growing sizes are multiplied by the ratio of the lengths, both in whole tiles.
+    kernels.patterns scales its patterns in the same way.
+
+    Args:
+        pattern: pattern with its sizes at `searched` keys.
+        searched: number of keys in the search; None leaves the sizes unchanged.
+        length: number of keys.
+    """
     if searched is None or num_tiles(length) <= num_tiles(searched):
         return pattern
     ratio = num_tiles(length) / num_tiles(searched)
@@ -234,5 +240,5 @@ def grown(pattern: AnyPattern, searched: int | None, length: int) -> AnyPattern:
 
 
 def _exact(value: float, times: int = 1) -> str:
-    """Exact, 99.5 for 0.995 times 100, so that two values never share a name."""
+    """Format exactly, 99.5 for 0.995 times 100, so that two values never have the same name."""
     return f"{(Decimal(repr(value)) * times).normalize():f}"

@@ -51,12 +51,12 @@ class Summary(Record):
 
     @property
     def tiles(self) -> str:
-        """The density in words."""
+        """Describe the density."""
         return f"density {self.density:.3f} of tiles"
 
 
 def share_of_dense(share: float, unit: CostUnit) -> str:
-    """A cost relative to dense attention's by the same kernels, in words."""
+    """Describe a cost relative to dense attention with the same kernels."""
     name = {"seconds": "seconds", "flops": "operations"}[unit]
     return f"{share:.3f} of dense attention's {name}"
 
@@ -115,7 +115,7 @@ class SearchInfo(Record):
 
     @property
     def spending(self) -> str:
-        """The budget that was asked for and what was spent of it, in words."""
+        """Describe the requested budget and the spent part."""
         each = ""
         if self.allocation == "heads":
             each = " for each head"

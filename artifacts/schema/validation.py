@@ -1,4 +1,4 @@
-"""Plain data to an Artifact, and pydantic's errors as one line."""
+"""Validation of plain data as an Artifact, with pydantic's errors in one line."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pydantic import ValidationError
 from artifacts.errors import ArtifactError, shorten
 from artifacts.schema.artifact import Artifact
 
-# pydantic makes half a kilobyte of each error that is asked for.
+# pydantic builds half a kilobyte for each requested error.
 _TOO_MANY = 5_000
 _LONGEST_KEY = 80
 
 
 def to_artifact(fields: Mapping[str, Any]) -> Artifact:
-    """The artifact of a mapping as it was read from YAML.
+    """Convert a mapping from a YAML file to an artifact.
 
     Raises:
-        ArtifactError: one line with the first wrong field's path, what would be right, its value,
-            and how many more are wrong.
+        ArtifactError: a field is invalid. The message is one line with the path of the first
+            invalid field, the allowed values, its value, and the number of further errors.
     """
     try:
         return Artifact.model_validate(fields)
@@ -29,7 +29,7 @@ def to_artifact(fields: Mapping[str, Any]) -> Artifact:
 
 
 def explain(error: ValidationError) -> str:
-    """`location: message, got input` of the first of pydantic's errors, and how many more."""
+    """Format the first pydantic error as `location: message, got input`, and count the rest."""
     count = error.error_count()
     if count > _TOO_MANY:
         return f"{count} fields are not as the schema has them, is this an artifact?"
@@ -37,7 +37,7 @@ def explain(error: ValidationError) -> str:
     line = first["msg"].removeprefix("Value error, ")
     if first["loc"]:
         line = f"{_path(first['loc'])}: {line}"
-    # A check of several fields names their values itself.
+    # The message of a check of several fields already has their values.
     if not isinstance(first["input"], Mapping):
         line += f", got {shorten(first['input'])}"
     if count > 1:
@@ -46,6 +46,6 @@ def explain(error: ValidationError) -> str:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """prefill.layers[3][2] of ('prefill', 'layers', 3, 2)."""
+    """Format a location: prefill.layers[3][2] for ('prefill', 'layers', 3, 2)."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:_LONGEST_KEY]}" for part in loc]
     return "".join(parts).removeprefix(".")

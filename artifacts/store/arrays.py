@@ -1,4 +1,4 @@
-"""Checks of the arrays that sections need, and of the scores of heads."""
+"""Checks of the arrays that sections require, and of the scores of heads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from artifacts.store.windows import SEEN_WINDOWS
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-# Arrays with a value for every query head, by how their names begin.
+# Name prefixes of arrays with a value for every query head.
 _PER_HEAD = ("chosen.", "candidates.", "imported.score")
 _PER_KV_HEAD = "imported.full_attention"
-# Of the heads that have a pattern; NaN in a layer that is left alone.
+# Arrays for heads with a pattern; NaN in a layer without patterns.
 _SCORES = ("chosen.recall", "chosen.error", "chosen.density")
 
 
 def check_arrays(artifact: Artifact, arrays: Mapping[str, Array]) -> None:
-    """Check the arrays of every section that needs some, and those of heads.
+    """Check the required arrays of every section, and the arrays of heads.
 
     Raises:
-        ArtifactError: the first that is missing or not as it has to be.
+        ArtifactError: an array is missing or invalid; the message is about the first one.
     """
     if fault := _front_fault(artifact, arrays):
         raise ArtifactError(f"prefill.front: {fault}")
@@ -70,7 +70,7 @@ def _front_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
 
 
 def _heads_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
-    """Reason why an array of heads is of another model, or None."""
+    """Reason why an array of heads does not fit the model, or None."""
     model = artifact.model
     for name, array in sorted(arrays.items()):
         if name == _PER_KV_HEAD:
@@ -89,12 +89,12 @@ def _heads_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
 
 
 def _scores_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
-    """Reason why scores are not where heads have patterns, or None."""
+    """Reason why scores do not match the heads with patterns, or None."""
     for name in _SCORES:
         if name not in arrays:
             continue
         table = arrays[name]
-        # A score that is not NaN equals itself.
+        # Only NaN differs from itself.
         scored = (table == table).any(axis=1).tolist()
         rows = zip(scored, artifact.prefill.layers, strict=False)
         for layer, (has_scores, row) in enumerate(rows):

@@ -1,8 +1,8 @@
 """Patterns of each head at each point of a front.
 
-They are the array `front.rows` of the sidecar: int16 of shape (points, layers, query heads), where
-a number is a place in the names of `patterns` in ascending order, and -1 a layer that is left
-alone."""
+The array `front.rows` of the sidecar holds them: int16 of shape (points, layers, query heads). A
+number is an index into the sorted names of `patterns`, and -1 marks a layer without patterns.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FRONT_ROWS = "front.rows"
 
 
 def front_arrays(patterns: Iterable[str], rows: Sequence[Rows]) -> dict[str, Array]:
-    """The sidecar's array for a front whose points have these rows, in the order of the points.
+    """Make the sidecar array of a front from the rows of its points.
 
     Args:
-        patterns: the names of the artifact's patterns.
-        rows: of each point as in prefill.layers.
+        patterns: names of the artifact's patterns.
+        rows: rows of each point in order, as in prefill.layers.
 
     Raises:
-        ArtifactError: a row names no pattern, or rows are of unlike lengths.
+        ArtifactError: a row names an unknown pattern, or rows differ in length.
     """
     import numpy as np
 
@@ -47,7 +47,7 @@ def front_arrays(patterns: Iterable[str], rows: Sequence[Rows]) -> dict[str, Arr
 
 
 def front_rows(artifact: Artifact, arrays: Mapping[str, Array] | None, point: int) -> Rows:
-    """The rows of a point, as in prefill.layers.
+    """Return the rows of a point, as in prefill.layers.
 
     Raises:
         ArtifactError: the sidecar has no rows of the front.
@@ -65,7 +65,7 @@ def front_rows(artifact: Artifact, arrays: Mapping[str, Array] | None, point: in
 
 
 def served_point(artifact: Artifact, arrays: Mapping[str, Array] | None) -> int | None:
-    """Number of the point whose rows prefill.layers has; None if there is none or no array."""
+    """Number of the point with the rows of prefill.layers; None without a match or array."""
     table = (arrays or {}).get(FRONT_ROWS)
     if table is None or artifact.prefill.front is None:
         return None
@@ -81,17 +81,18 @@ def served_point(artifact: Artifact, arrays: Mapping[str, Array] | None) -> int 
 
 
 def at_point(artifact: Artifact, arrays: Mapping[str, Array] | None, point: str | None) -> Artifact:
-    """Artifact with the rows of the point that Front.choose returns; unchanged if `point` is None.
+    """Return the artifact with the rows of a point of its front; unchanged if `point` is None.
 
-    All else stays: `search`, `evidence` and hashes are still those of the file and its own rows.
+    All other fields are unchanged: `search`, `evidence` and the hashes still describe the rows in
+    the file.
 
     Args:
-        artifact: with a front.
-        arrays: the sidecar's, `front.rows` among them.
-        point: see read_point.
+        artifact: artifact with a front.
+        arrays: arrays of the sidecar, including `front.rows`.
+        point: request for a point (see read_point).
 
     Raises:
-        HeadwiseError: there is no front, or see Front.choose.
+        HeadwiseError: the artifact has no front, or as in Front.choose.
         ArtifactError: the sidecar has no rows of the front.
     """
     if point is None:

@@ -1,4 +1,4 @@
-"""Hashes that depend on content only: not on key order, file layout, time or command line."""
+"""Hashes of content only, independent of key order, file layout, time and command line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import rfc8785
 
 from artifacts.errors import ArtifactError
 
-# Of canonical JSON: whatever the layout of a file within it, it can be written again.
+# Limit of canonical JSON: content within it can be written in any file layout.
 MAX_CONTENT = 4 * 2**20
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON bytes in the form of RFC 8785 (JCS), which every language can write.
+    """Serialize to canonical JSON of RFC 8785 (JCS), which every language can write.
 
     Raises:
         ValueError: a number is NaN, infinite, or whole and 2^53 or more; text is not valid Unicode;
@@ -25,10 +25,10 @@ def canonical_json(value: Any) -> bytes:
 
 
 def content_sha256(artifact: Mapping[str, Any]) -> str:
-    """Hash of the content of an artifact's fields; 64 hex digits.
+    """Return the hash of the content of an artifact's fields, 64 hex digits.
 
     Raises:
-        ArtifactError: a field has no JSON form, or there is more content than an artifact may have.
+        ArtifactError: a field has no JSON form, or the content exceeds the size limit.
     """
     try:
         content = canonical_json(content_of(artifact))
@@ -42,11 +42,12 @@ def content_sha256(artifact: Mapping[str, Any]) -> str:
 
 
 def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of an artifact that its hash covers, as plain JSON data.
+    """Return the fields of an artifact that its hash covers, as plain JSON data.
 
-    Left out is what differs between two runs that found the same: content_sha256 itself,
-    created_at, search.command, the command of each measurement, and sidecar.file, which is a place
-    and not a content (its sha256 is covered)."""
+    Fields that differ between two runs with the same result are excluded: content_sha256 itself,
+    created_at, search.command, the command of each measurement, and sidecar.file. sidecar.file is a
+    location; the hash covers the sidecar's sha256 instead.
+    """
     content = _without(artifact, "content_sha256", "created_at")
     for section, field in (("search", "command"), ("sidecar", "file")):
         if content[section] is not None:

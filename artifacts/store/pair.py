@@ -1,8 +1,9 @@
-"""The two files of an artifact, replaced as one, by one writer at a time.
+"""Atomic replacement of the two files of an artifact, by one writer at a time.
 
-The sidecar's name has the first digits of its SHA-256, so that a new one never takes an old one's
-place. Write order: new sidecar, YAML (atomic rename), delete the old sidecar. Whenever the writer
-dies, the YAML names a sidecar that is there and right; at worst an unused one stays behind."""
+The name of a sidecar has the first digits of its SHA-256, so that a new sidecar never overwrites an
+old one. Write order: new sidecar, YAML (atomic rename), delete the old sidecar. After a crash at
+any time, the YAML names a sidecar that exists and matches; at worst an unused sidecar remains.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from artifacts.store import strict_yaml
 MAX_BYTES = 16 * 2**20
 TIMEOUT = 60.0
 _PAUSE = 0.02
-# What calls say of a file system that has no locks.
+# Errors of lock calls on a file system without locks.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -27,18 +28,19 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[None]:
     """Hold the lock of the artifact at `target`, shared by all of its stem.
 
-    It is the system's, on a file beside the artifact, and ends with its holder. Where the file
-    system has no locks there is none, and one process at a time may write.
+    The lock is a system lock on a file in the artifact's folder, released when its process ends. On
+    a file system without locks nothing is locked, and only one process at a time may write.
 
     Raises:
-        HeadwiseError: another process holds it for `timeout` seconds, or there can be no such file.
+        HeadwiseError: another process holds the lock for `timeout` seconds, or the lock file cannot
+            be created.
     """
     from filelock import FileLock, Timeout
 
     path = target.with_name(f".{target.stem}.lock")
     shown = shorten(str(target), 400)
     if not target.parent.is_dir():
-        # The lock would make the folder.
+        # Creating the lock file would create the folder.
         raise HeadwiseError(f"cannot write {shown}: no such file or directory")
     lock = FileLock(path, timeout=timeout, thread_local=False)
     try:
@@ -59,24 +61,25 @@ def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[None]:
     try:
         yield
     finally:
-        # While it is held: whoever waits for this very file sees that it is gone and starts anew.
+        # Delete it under the lock: a process that waits for the file sees the deletion and retries.
         with contextlib.suppress(OSError):
             path.unlink()
         lock.release()
 
 
 def sidecar_name(path: Path, sha256: str) -> str:
-    """The name of the sidecar beside the YAML file at `path`."""
+    """Return the name of the sidecar of the YAML file at `path`."""
     return f"{path.stem}.{sha256[:8]}.safetensors"
 
 
 def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) -> None:
-    """Replace the pair at `path`, whose lock is held; a failure leaves the old one alone.
+    """Replace the pair at `path` while the lock is held; a failure keeps the old pair.
 
     Args:
-        path: the YAML file.
-        text: its bytes.
-        name, data: of the sidecar that it names; None where it has none.
+        path: YAML file.
+        text: bytes of the YAML file.
+        name: name of the sidecar; None without a sidecar.
+        data: bytes of the sidecar; None without a sidecar.
 
     Raises:
         HeadwiseError: a file cannot be written.
@@ -92,7 +95,7 @@ def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) 
             atomic_write(new, data)
         atomic_write(path, text)
     except BaseException:
-        # The YAML may have been switched already.
+        # The YAML file may already be replaced.
         if new is not None and created and _own_sidecar(path) != new:
             new.unlink(missing_ok=True)
         raise
@@ -102,7 +105,7 @@ def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) 
 
 
 def _own_sidecar(path: Path) -> Path | None:
-    """Sidecar of the YAML at `path`, if save() named it; a hand-written name removes no file."""
+    """Sidecar of the YAML at `path` if save() named it, so that no other file is removed."""
     try:
         with open_regular(path) as stream:
             lines = stream.read(MAX_BYTES).splitlines()
@@ -117,7 +120,7 @@ def _own_sidecar(path: Path) -> Path | None:
 
 
 def _clear_unfinished(path: Path) -> None:
-    """Remove what a writer that died had begun to write."""
+    """Remove unfinished files of a writer that crashed."""
     sidecar = rf"{re.escape(path.stem)}\.[0-9a-f]{{8}}\.safetensors"
     unfinished = re.compile(rf"\.({re.escape(path.name)}|{sidecar})\.[0-9a-f]{{8}}\.tmp")
     with contextlib.suppress(OSError):

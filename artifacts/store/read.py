@@ -1,6 +1,7 @@
-"""Reads an artifact: `cfg.yaml` to read and diff, `cfg.<8 hex>.safetensors` for arrays.
+"""Read an artifact: `cfg.yaml` to read and diff, `cfg.<8 hex>.safetensors` for arrays.
 
-A reader at any instant finds the old pair or the new one: see artifacts.store.pair."""
+At any time a reader gets the old or the new pair (see artifacts.store.pair).
+"""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ from artifacts.store.signing import Key, check_signature
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-# Each is another pair that was replaced between the two reads.
+# Number of attempts; an attempt fails if the pair is replaced between its two reads.
 _ATTEMPTS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """An artifact as it was read.
+    """Artifact with its file contents.
 
     Attributes:
-        data: the bytes of the YAML file.
-        arrays: the sidecar's; empty where there is none.
-        fault: of the sidecar, whose arrays are left out then (see read_lenient()).
+        data: bytes of the YAML file.
+        arrays: arrays of the sidecar; empty without a sidecar.
+        fault: fault of the sidecar, whose arrays are then omitted (see read_lenient()).
     """
 
     artifact: Artifact
@@ -49,17 +50,17 @@ def load(
     """Read an artifact and check it against its hash.
 
     Args:
-        path: the YAML file.
-        check_sidecar: also read the sidecar, and check its hash and its arrays; without it the
-            sidecar need not be there.
-        verify: the PEM file of a public key: an artifact that its holder did not sign is refused
-            before anything else in it is read. None asks for no signature.
+        path: YAML file.
+        check_sidecar: read the sidecar too, and check its hash and its arrays; if False, the
+            sidecar may be missing.
+        verify: PEM file of a public key. An artifact without a signature by this key is rejected
+            before anything else in it is read. None requires no signature.
 
     Raises:
-        ArtifactError: the file cannot be read, is no artifact, was changed, or is of a newer schema
-            version; its sidecar is missing or changed; it is not signed by the key. The line names
-            the file, the field, what would be right and its value.
-        HeadwiseError: `verify` is no public key.
+        ArtifactError: the file cannot be read, is not an artifact, was changed, or has a newer
+            schema version; its sidecar is missing or changed; it is not signed by the key. The
+            message names the file, the field, the allowed values and the value.
+        HeadwiseError: `verify` is not a public key.
     """
     path = Path(path)
     if check_sidecar:
@@ -68,7 +69,7 @@ def load(
 
 
 def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> dict[str, Array]:
-    """Read the arrays of the artifact at `path`, by name; empty where it has no sidecar.
+    """Read the arrays of the artifact at `path` by name; empty without a sidecar.
 
     Raises:
         ArtifactError: as load().
@@ -79,7 +80,7 @@ def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> d
 def load_pair(
     path: str | os.PathLike[str], *, verify: Key | None = None
 ) -> tuple[Artifact, dict[str, Array]]:
-    """An artifact and its arrays, which belong together even if the pair is replaced meanwhile.
+    """Read an artifact and its arrays, consistent even if another process replaces the pair.
 
     Args:
         path: the YAML file.
@@ -120,10 +121,10 @@ def read_pair(path: Path, *, verify: Key | None = None, check_content: bool = Tr
 
 
 def read_lenient(path: Path) -> Pair:
-    """As read_pair(), but a sidecar that is missing or wrong is a fault that the pair names.
+    """Read as read_pair() does, but record a missing or wrong sidecar in `fault`.
 
     Raises:
-        ArtifactError: as load() of the YAML alone.
+        ArtifactError: as load() without check_sidecar.
     """
     try:
         return read_pair(path)
@@ -134,10 +135,10 @@ def read_lenient(path: Path) -> Pair:
 
 
 def read_yaml(path: Path) -> bytes:
-    """The bytes of the YAML file at `path`, as they are.
+    """Return the raw bytes of the YAML file at `path`.
 
     Raises:
-        ArtifactError: it cannot be read, or has more than 16 MiB.
+        ArtifactError: the file cannot be read, or has more than 16 MiB.
     """
     if path.is_dir():
         raise ArtifactError(f"{one_line(str(path))}: is a directory, give the artifact's YAML file")
@@ -180,7 +181,11 @@ def _parse(
 
 
 def _arrays(path: Path, artifact: Artifact) -> dict[str, Array]:
-    """Arrays of the sidecar, if the artifact has one; FileNotFoundError where it is not there."""
+    """Read the arrays of the sidecar, if any.
+
+    Raises:
+        FileNotFoundError: the sidecar is missing.
+    """
     with naming(path):
         arrays: dict[str, Array] = {}
         if artifact.sidecar is not None:

@@ -1,4 +1,4 @@
-"""The safetensors file of an artifact: arrays to bytes, and bytes with the right hash to arrays."""
+"""The safetensors file of an artifact: write arrays to bytes, read arrays with a hash check."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-# Read whole: the bytes and the arrays made of them are in memory together.
+# The file is read at once: its bytes and its arrays are in memory together.
 MAX_SIDECAR = 2**26
-# The header is JSON and each array in it an object, of many times its bytes.
+# The header is JSON; each array in it becomes an object many times as large as its text.
 MAX_HEADER = 5 * 2**20
 
 
 def to_bytes(arrays: Mapping[str, Array]) -> bytes:
-    """A safetensors file; the same bytes whatever the mapping's order and the arrays' strides.
+    """Serialize arrays to safetensors; the bytes do not depend on key order or strides.
 
     Raises:
-        ArtifactError: a dtype that safetensors lacks, or more than a sidecar may hold.
+        ArtifactError: safetensors lacks a dtype, or the arrays exceed the limits of a sidecar.
     """
     import numpy as np
     from safetensors import SafetensorError
@@ -36,8 +36,7 @@ def to_bytes(arrays: Mapping[str, Array]) -> bytes:
         raise ArtifactError(
             f"the arrays have {size} bytes, a sidecar may have {MAX_SIDECAR - MAX_HEADER}"
         )
-    # safetensors writes the buffer as it lies: it has to be in C order and in this machine's byte
-    # order.
+    # safetensors writes the raw buffer, so it has to be in C order and in the native byte order.
     plain = {
         name: np.asarray(a, dtype=a.dtype.newbyteorder("="), order="C")
         for name, a in arrays.items()
@@ -59,12 +58,12 @@ def to_bytes(arrays: Mapping[str, Array]) -> bytes:
 
 
 def read_arrays(file: Path, sha256: str) -> dict[str, Array]:
-    """Read the file, compare its hash, and only then look into it.
+    """Read the file, compare its hash, and only then parse it.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ArtifactError: it is not the file with this SHA-256, holds more than a sidecar may, or
-            cannot be read.
+        FileNotFoundError: the file does not exist.
+        ArtifactError: the SHA-256 differs, the file exceeds the limits of a sidecar, or it cannot
+            be read.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -72,7 +71,7 @@ def read_arrays(file: Path, sha256: str) -> dict[str, Array]:
     name = shorten(file.name)
     try:
         with open_regular(file) as stream:
-            # One may grow while it is read, and those of /proc report a size of 0.
+            # A file may grow during the read, and files in /proc report a size of 0.
             size = os.fstat(stream.fileno()).st_size
             data = b""
             if size <= MAX_SIDECAR:

@@ -1,7 +1,7 @@
-"""Signatures by a key at hand, in the format of OpenSSF Model Signing; nothing asks a network.
+"""Signatures with a local key in the format of OpenSSF Model Signing, without a network.
 
-`cfg.yaml.sig` is a bundle over the YAML file, which names the hash of the sidecar. The tool of that
-project checks it too:
+`cfg.yaml.sig` is a bundle over the YAML file, which contains the hash of the sidecar. The tool of
+OpenSSF Model Signing can check it too:
 
     model_signing verify key cfg.yaml --signature cfg.yaml.sig --public_key PUBKEY
 """
@@ -24,31 +24,31 @@ _MAX_BYTES = 2**16
 
 
 def signature_path(path: Path) -> Path:
-    """Path of the signature of the YAML file at `path`."""
+    """Return the path of the signature of the YAML file at `path`."""
     return path.with_name(f"{path.name}.sig")
 
 
 def signature(path: Path, data: bytes, key: Key, passphrase: bytes | None = None) -> bytes:
-    """Signature of `data`, the checked bytes of the YAML file at `path`.
+    """Sign `data`, the checked bytes of the YAML file at `path`.
 
     Args:
-        path: gives the name that the signature shows.
-        data: what is signed.
-        key: the private key, in PEM, of an elliptic curve (P-256, P-384 or P-521).
-        passphrase: of an encrypted key.
+        path: YAML file; the signature contains its name.
+        data: bytes to sign.
+        key: private key in PEM format on an elliptic curve (P-256, P-384 or P-521).
+        passphrase: passphrase of an encrypted key.
 
     Raises:
-        HeadwiseError: `key` is no such key, or model-signing is not installed.
+        HeadwiseError: `key` is not such a key, or model-signing is not installed.
     """
     library = _library()
     try:
         config = library.signing.Config().use_elliptic_key_signer(
             private_key=key, password=passphrase
         )
-    # A key of another kind is an AttributeError.
+    # A key of another kind raises AttributeError.
     except Exception as error:
         raise HeadwiseError(_refusal(key, "private", error)) from None
-    # A copy: the file may be replaced after it was checked.
+    # Sign a copy: the file may be replaced after the check.
     with TemporaryDirectory() as folder:
         copy = Path(folder) / path.name
         copy.write_bytes(data)
@@ -60,8 +60,8 @@ def check_signature(path: Path, data: bytes, key: Key) -> None:
     """Check that the holder of the public `key` signed `data`, the bytes of the file at `path`.
 
     Raises:
-        ArtifactError: there is no signature, or it is by another key or of other bytes.
-        HeadwiseError: `key` is no public key, or model-signing is not installed.
+        ArtifactError: the signature is missing, or is by another key or over other bytes.
+        HeadwiseError: `key` is not a public key, or model-signing is not installed.
     """
     library = _library()
     try:
@@ -80,7 +80,7 @@ def check_signature(path: Path, data: bytes, key: Key) -> None:
         signature_path(copy).write_bytes(bundle)
         try:
             config.verify(copy, signature_path(copy))
-        # The library passes on whatever a malformed bundle causes.
+        # The library does not wrap exceptions from a malformed bundle.
         except Exception as error:
             raise ArtifactError(
                 f"{shown}: {shorten(file.name)} is no signature of this file by {_shown(key)}, "

@@ -1,8 +1,9 @@
 """YAML as artifacts use it: JSON's values in YAML's layout, read and written by PyYAML.
 
-Refused are aliases (a small file could unfold into a huge one), tags, keys given twice, more values
-than an artifact has, and plain scalars that YAML 1.1 and 1.2 take for different things: `no`,
-`1:30`, `0x1F`, `1e5`, `2025-01-31`, `<<`."""
+The parser rejects aliases (a small file could expand into a huge one), tags, duplicate keys, more
+values than an artifact has, and plain scalars that YAML 1.1 and 1.2 interpret differently: `no`,
+`1:30`, `0x1F`, `1e5`, `2025-01-31`, `<<`.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +16,22 @@ import yaml
 from artifacts.errors import ArtifactError, shorten
 
 MAX_DEPTH = 32
-MAX_VALUES = 100_000  # with keys; 80 layers of 64 heads with a pattern for each head come to 67,000
+MAX_VALUES = 100_000  # with keys; 80 layers of 64 heads with one pattern per head need 67,000
 _WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INT = re.compile(r"-?(0|[1-9][0-9]{0,15})")
 _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+([eE][-+][0-9]+)?")
-# Text to PyYAML, a number or a truth value to YAML 1.2 or some reader.
+# Text in PyYAML, but a number or a boolean in YAML 1.2 or in another reader.
 _UNCLEAR = re.compile(
     r"([yn]|[-+]?(\.nan|\.inf|0[xob][0-9a-f_]+|(\.\d+|\d+(\.[0-9_]*)?)(e[-+]?\d+)?))$", re.I
 )
 
 
 class _Loader(yaml.CSafeLoader):
-    """Gives the tag of text to the plain scalars that every reader takes for text."""
+    """Loader that resolves a plain scalar to text only if every reader does."""
 
 
 class _Dumper(yaml.CSafeDumper):
-    """Quotes what the loader does not take for text, and writes shared parts out."""
+    """Dumper that quotes scalars that the loader does not read as text, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -41,16 +42,16 @@ for _each in (_Loader, _Dumper):
 
 
 def parse(text: str | bytes) -> Any:
-    """Dicts, lists, strings, numbers, booleans and None of the one document in `text`, in UTF-8.
+    """Parse the single document in `text` (UTF-8) to plain Python data.
 
     Raises:
-        ArtifactError: no YAML, or YAML that is refused; the message has the line.
+        ArtifactError: the text is not YAML, or is rejected; the message has the line.
     """
     if isinstance(text, str):
         data = text.encode()
     else:
         data = text
-    # The C library takes a time square in their number, before its first event.
+    # The C library takes quadratic time in their number, before its first event.
     if data.count(b"%TAG") > 99:
         raise ArtifactError("directives (%TAG) are not allowed: remove them")
     try:
@@ -66,13 +67,13 @@ def parse(text: str | bytes) -> Any:
 
 
 def dump(fields: Any) -> str:
-    """YAML for JSON data; mappings and lists of scalars alone take one line each."""
+    """Format JSON data as YAML; mappings and lists with only scalars take one line each."""
     layout: dict[str, Any] = {"default_flow_style": None, "sort_keys": False, "width": 2**31 - 1}
     return str(yaml.dump(fields, Dumper=_Dumper, allow_unicode=True, **layout))
 
 
 def _document(loader: _Loader) -> Any:
-    """Value of the one document in the stream."""
+    """Return the value of the single document in the stream."""
     events = _events(loader)
     first = next(events)
     if isinstance(first, yaml.StreamEndEvent):
@@ -86,7 +87,7 @@ def _document(loader: _Loader) -> Any:
 
 
 def _events(loader: _Loader) -> Iterator[Any]:
-    """Events after the start of the stream; what must not be built is refused on the way."""
+    """Yield the events after the start of the stream, and reject forbidden ones."""
     depth = values = 0
     loader.get_event()
     while loader.check_event():
@@ -106,7 +107,7 @@ def _events(loader: _Loader) -> Iterator[Any]:
 
 
 def _value(event: Any, events: Iterator[Any], loader: _Loader) -> Any:
-    """The value that begins with `event`; takes its events."""
+    """Build the value that starts with `event`, and consume its events."""
     if isinstance(event, yaml.SequenceStartEvent):
         items = []
         while not isinstance(entry := next(events), yaml.SequenceEndEvent):
@@ -137,7 +138,7 @@ def _scalar(event: yaml.ScalarEvent, loader: _Loader) -> Any:
         return _WORDS[text]
     if _FLOAT.fullmatch(text):
         return float(text)
-    # Larger whole numbers are rounded by readers that have only floats.
+    # Readers with only floats round larger whole numbers.
     if _INT.fullmatch(text) and abs(int(text)) <= 2**53:
         return int(text)
     _refuse(

@@ -1,7 +1,8 @@
-"""Digests of the text windows that a search has seen, so that nobody reports on them.
+"""Digests of the text windows that a search has seen, which no report may use.
 
-A digest is the SHA-256 of the window's token ids as little-endian int32. They are the array
-`calibration.seen_windows` of the sidecar, uint8 of shape (windows, 32)."""
+A digest is the SHA-256 of the window's token ids as little-endian int32. The array
+`calibration.seen_windows` of the sidecar holds the digests, uint8 of shape (windows, 32).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
-    """Sidecar array of digests of 64 hex digits, sorted and unique; empty without digests.
+    """Make the sidecar array of digests (64 hex digits), sorted and unique; empty without any.
 
     Raises:
-        ArtifactError: one is no such digest, or there are more than 1,048,576.
+        ArtifactError: a digest is invalid, or there are more than 1,048,576.
     """
     import numpy as np
 
@@ -39,7 +40,7 @@ def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
 
 
 def seen_windows(arrays: Mapping[str, Array]) -> frozenset[str]:
-    """The digests in a sidecar, 64 hex digits each; none where it lists none."""
+    """Return the digests in a sidecar, 64 hex digits each; empty without the array."""
     table = arrays.get(SEEN_WINDOWS)
     if table is None:
         return frozenset()

@@ -1,7 +1,7 @@
-"""Writes an artifact: `cfg.yaml`, and `cfg.<8 hex>.safetensors` for its arrays.
+"""Write an artifact: `cfg.yaml`, and `cfg.<8 hex>.safetensors` for its arrays.
 
-Writers wait for each other, and a crash leaves the old pair or the new one: see
-artifacts.store.pair."""
+Writers wait for each other, and a crash leaves the old or the new pair (see artifacts.store.pair).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from artifacts.store.signing import Key, signature, signature_path
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-# Editors that know the YAML language server complete and check by the schema, where it lies beside
+# Editors with the YAML language server complete and check fields if the schema is in the folder of
 # the file.
 SCHEMA_FILE = f"headwise-v{SCHEMA_VERSION}.schema.json"
 _HEADER = (
@@ -40,18 +40,18 @@ _HEADER = (
 def save(
     artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None
 ) -> Artifact:
-    """Write the artifact to `path` and its arrays, if any, beside it.
+    """Write the artifact to `path` and its arrays, if any, to the same folder.
 
-    The same content gives the same bytes but for created_at and the commands. An existing pair is
-    replaced, whatever it held: what adds to an artifact calls update(). A signature of the file
-    that is replaced goes. After a failure the old pair is as it was, without new files.
+    Equal content produces equal bytes, except for created_at and the commands. An existing pair is
+    replaced regardless of its content; use update() to add to an artifact. The signature of a
+    replaced file is deleted. After a failure the old pair is unchanged, and no new files remain.
 
     Returns:
-        The artifact with `sidecar` and `content_sha256` filled in, whatever they were.
+        The artifact with new values of `sidecar` and `content_sha256`.
 
     Raises:
-        ArtifactError: a field is not as the schema wants it (possible with model_copy), a required
-            array is missing or wrong, or there is more than an artifact may hold.
+        ArtifactError: a field violates the schema (possible with model_copy), a required array is
+            missing or wrong, or the artifact exceeds a size limit.
         HeadwiseError: the files cannot be written.
     """
     path = Path(path)
@@ -68,13 +68,13 @@ def update(
     out: str | os.PathLike[str] | None = None,
     timeout: float = TIMEOUT,
 ) -> Artifact:
-    """Change the artifact at `path` without losing what others write into it meanwhile.
+    """Change the artifact at `path` without losing concurrent changes of other processes.
 
     Args:
-        path: the YAML file; it has to be there.
-        change: makes the artifact and arrays to write of those that are there. No other process
-            writes while it runs: measure first, then call this.
-        out: the file to write, which is replaced, while the one at `path` stays; None is `path`.
+        path: existing YAML file.
+        change: returns the artifact and arrays to write from the existing ones. No other process
+            can write while it runs, so finish long measurements first.
+        out: file to write or replace instead of `path`; None means `path`.
         timeout: seconds to wait for other writers.
 
     Returns:
@@ -82,7 +82,7 @@ def update(
 
     Raises:
         ArtifactError: as load() and save().
-        HeadwiseError: another process goes on writing, or the files cannot be written.
+        HeadwiseError: another process holds the lock too long, or the files cannot be written.
     """
     path = Path(path)
     if out is None:
@@ -96,13 +96,13 @@ def update(
 
 
 def rehash(path: str | os.PathLike[str]) -> Artifact:
-    """Write the artifact at `path` anew with the hash of its content, after a change by hand.
+    """Rewrite the artifact at `path` with the hash of its content, after a manual edit.
 
     Returns:
         The artifact as save() returns it.
 
     Raises:
-        ArtifactError: as load(), but for a wrong content hash.
+        ArtifactError: as load(), except for a wrong content hash.
         HeadwiseError: as update().
     """
     path = Path(path)
@@ -113,13 +113,13 @@ def rehash(path: str | os.PathLike[str]) -> Artifact:
 
 
 def sign(path: str | os.PathLike[str], key: Key, passphrase: bytes | None = None) -> Path:
-    """Check the artifact at `path` and write the signature of the checked bytes next to it.
+    """Check the artifact at `path` and write the signature of the checked bytes to its folder.
 
     Returns:
         The signature's path.
 
     Raises:
-        ArtifactError: the artifact is not whole.
+        ArtifactError: the artifact is incomplete.
         HeadwiseError: as artifacts.store.signing.signature(), or the signature cannot be written.
     """
     path = Path(path)
@@ -132,7 +132,7 @@ def sign(path: str | os.PathLike[str], key: Key, passphrase: bytes | None = None
 def _prepared(
     artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
 ) -> Callable[[], Artifact]:
-    """Check and serialise, which needs no lock; returns the function that writes."""
+    """Check and serialize without a lock; return the function that writes."""
     with naming(path):
         data = None
         sidecar = None
@@ -150,7 +150,7 @@ def _prepared(
 
     def write() -> Artifact:
         replace_pair(path, text, saved.sidecar.file if saved.sidecar else None, data)
-        # It was of the file that is gone.
+        # The signature belongs to the replaced file.
         with contextlib.suppress(OSError):
             signature_path(path).unlink()
         return saved
@@ -160,7 +160,7 @@ def _prepared(
 
 def _to_yaml(fields: Mapping[str, Any]) -> bytes:
     data = (_HEADER + strict_yaml.dump(fields)).encode()
-    # A file that would not come back as it went in must never reach the disk.
+    # Never write a file that does not read back as the same artifact.
     if len(data) > MAX_BYTES or strict_yaml.parse(data) != fields:
         raise ArtifactError("a field has no exact form in YAML")
     return data
