@@ -2,9 +2,9 @@
 
 Generated prompts of another seed are other prompts. Windows of a text may overlap, so the text that
 has been seen is remembered by digests of its tokens, in the artifact too: a renamed or edited file
-is recognized. What is hidden in a text is no part of it, nor are instructions and questions, which
-all prompts of a task share. Every 64th window of 64 tokens is remembered, so no held-out prompt
-shares 127 tokens in a row of its text with what was seen.
+is recognized. Hidden pieces, instructions and questions, which all prompts of a task share, are not
+part of the text. Every 64th window of 64 tokens is remembered, so no held-out prompt shares 127
+tokens in a row of its text with the seen text.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def unseen_prompts(
         length: in tokens.
         samples: number of prompts.
         seed: of the first prompts.
-        seen: what searches looked at.
-        others: what the prompts must not overlap either, where the text is long enough.
+        seen: text that searches have seen.
+        others: further text that the prompts must not overlap if the text is long enough.
     """
     if isinstance(task, str):
         task = parse_task(task)
@@ -171,7 +171,7 @@ def held_out(
         length: in tokens.
         samples: prompts of each task, or contexts with all questions that share one.
         seed: the search's.
-        seen: what was looked at.
+        seen: text that searches have seen.
         number: of the set; sets of other numbers have other seeds.
 
     Raises:

@@ -12,7 +12,7 @@ from profiling.prompts.kind import Prompt, Request, task
 from profiling.prompts.texts import read_text
 
 _FIELDS = ("prompt", "text", "input")
-# JSON can say what no text can hold, and tokenizers fail on it.
+# JSON can encode a lone surrogate, which is not valid text and makes tokenizers fail.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -25,8 +25,9 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 def jsonl(request: Request) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, in random order.
 
-    What is too long loses its start; what is too short is passed over. All lines are read before
-    any is used: a damaged one is found whatever the seed."""
+    A prompt that is too long loses its start; one that is too short is skipped. All lines are read
+    before any is used, so a damaged one is reported for any seed.
+    """
     lines = _lines(request)
     request.rng().shuffle(lines)
     before = len(request.ids())

@@ -44,15 +44,15 @@ for _file in (
     "variables",
 ):
     import_module(f"profiling.prompts.{_file}")
-# By name: the order does not depend on what was imported first.
+# By name: the order does not depend on the order of imports.
 KINDS: dict[str, TaskSpec] = dict(sorted(REGISTERED.items()))
-# What is evaluated on by default: docs/results.md has the table that they were chosen by. Questions
-# of a later turn share a context: 16 of them cost little more than one.
+# Default tasks of an evaluation; docs/results.md has the table that they were selected by.
+# Questions of a later turn share a context: 16 of them cost little more than one.
 DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
-# What a search calibrates on by default: what it finds by these loses no more of a later turn's
-# answers.
+# Default calibration tasks of a search: artifacts calibrated on these lose no more of the answers
+# of a later turn.
 CALIBRATED_TASKS = ("line_asked", "chain", "prose")
-# What a search is judged on by default: all kinds of answers in one prefill.
+# Default tasks of a search's gate: all kinds of answers in one prefill.
 GATE_TASKS = ("facts", "prose")
 TASKS = ", ".join(KINDS) + " (headwise tasks explains them)"
 
@@ -146,11 +146,11 @@ def make_prompts(
 
     Args:
         task: as parse_task reads it.
-        tokenizer: any transformers tokenizer; what it starts a sequence with counts among the
-            `length` tokens.
+        tokenizer: any transformers tokenizer; its tokens at the start of a sequence count among
+            the `length` tokens.
         length: in tokens.
         samples: how many prompts; different ones.
-        seed: the same seed, tokenizer and file give the same prompts.
+        seed: equal seeds, tokenizers and files yield equal prompts.
 
     Raises:
         HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length

@@ -1,9 +1,9 @@
 """Prompts that recall far tokens again and again: one prefill, many answers.
 
 A prompt is prefix + head + items. An item is new or comes back to one that began at least a quarter
-of the prompt before it; what it says then follows from that one alone, and these tokens are the
+of the prompt before it; its value then follows from that one alone, and these tokens are the
 prompt's `scored` ranges. They are predicted by the prefill itself, so dense attention of the last
-queries cannot stand in for the pattern. What is too much is cut from the first items, to which
+queries cannot replace the pattern. Excess tokens are cut from the first items, to which
 nothing comes back. The last 128 tokens have no scored range. A form may ask in a later turn as
 well: then several prompts share a context, and the first of them has its scored ranges.
 """
@@ -22,7 +22,7 @@ from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Prompt, Request, tas
 from profiling.prompts.tokens import flat
 from profiling.prompts.words import compounds, words
 
-# Items come back from further than this share of the prompt.
+# Items come back from at least length / FAR tokens before.
 FAR = 4
 # Last tokens without a scored range: more than any dense tail in use.
 _TAIL = 128
@@ -46,7 +46,7 @@ class Again:
     """Form of an item that comes back: text before the value, and after it.
 
     Attributes:
-        gives: whether it gives the value to a new name, as which it is one to come back to.
+        gives: whether it assigns the value to a new name, which may come back later.
         label: of these answers, where a form has several kinds of them.
     """
 
@@ -65,8 +65,8 @@ class Form:
         things: without end, none twice; those of one prompt.
         new: of a thing that is new, text before the value and after it.
         again: of one that comes back, in turn.
-        every: of the items of the second half one in so many comes back.
-        turn: what a later turn asks; empty for nothing.
+        every: one in `every` items of the second half comes back.
+        turn: the question of a later turn; empty for none.
     """
 
     asks: str
@@ -161,8 +161,8 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
         size = Counter(map(len, turns)).most_common(1)[0][0]
     room = length - len(head) - size
     ids: list[int] = []
-    # Where each thing began that may come back, in order; what was recalled goes to the end of the
-    # line.
+    # The start of each thing that may come back, in order; a recalled thing moves to the end of the
+    # queue.
     known: list[tuple[int, Thing]] = []
     lines: dict[Thing, tuple[int, int]] = {}
     scored: list[tuple[int, int, str]] = []

@@ -1,7 +1,8 @@
 """Prompts that ask for one thing out of many: a value by its key, a number hidden in a text.
 
-A prompt is prefix + head + haystack + question. Head and question are whole; what is too much is
-cut from the start of the haystack."""
+A prompt is prefix + head + haystack + question. Head and question are whole; excess tokens are cut
+from the start of the haystack.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _BATCH = 256
 def kv_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
     """Ask for the value of one key in a JSON object of UUIDs.
 
-    With `question_first` the key stands before the object only.
+    With `question_first`, the key is named only before the object.
     """
     return request.prompts(lambda rng: _key_values(request, rng, bool(question_first)))
 

@@ -1,8 +1,8 @@
 """Questions in a later turn over a shared context, which its prefill did not know.
 
 After SCBench's shared contexts (Li et al. 2024). A prompt is prefix + head + lines, and as its turn
-the question. The lines that questions need are whole; what is too much is cut from the start of one
-that none needs.
+the question. The lines that questions need are whole; excess tokens are cut from the start of a
+line that none needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Item(NamedTuple):
     source="a shared context and later turns: SCBench, Li et al. 2024",
 )
 def line_turns(request: Request, *, questions: int = 8) -> list[Prompt]:
-    """Contexts with `questions` questions each, the last one with what is left of `samples`."""
+    """Make contexts with `questions` questions each, the last one with the rest of `samples`."""
     made: list[Prompt] = []
     for number in range(-(-request.samples // questions)):
         made += _context(request, min(questions, request.samples - len(made)), request.rng(number))

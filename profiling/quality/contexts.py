@@ -39,7 +39,7 @@ def spread_positions(length: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
-    """Feed ids that follow what the cache holds, densely; return the logits (N, V) after each."""
+    """Feed ids that follow the cached tokens, densely; return the logits (N, V) after each."""
     tokens = torch.tensor([ids], device=model.device, dtype=torch.long)
     rows = [
         model(chunk, past_key_values=cache, use_cache=True).logits[0]
@@ -75,7 +75,7 @@ def prefilled(
     chunk: int | None = None,
     spread: int = 0,
 ) -> Iterator[Prefilled]:
-    """Prefill prompts in the order of by_context; each goes on from a copy of its context's cache.
+    """Prefill prompts in the order of by_context; each continues a copy of its context's cache.
 
     Args:
         model: a causal model with logits_to_keep, with whatever is applied to it.

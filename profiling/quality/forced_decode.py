@@ -71,7 +71,7 @@ def forced_losses(model: Any, begun: Iterable[Begun], forced: int) -> Tensor:
 
 
 def dense_losses(model: Any, texts: Sequence[Prompt], forced: int) -> Tensor:
-    """Compute forced_losses in one prefill, which is what a cache that keeps everything gives."""
+    """Compute forced_losses in one prefill, which is equal to decoding with a full cache."""
     return torch.stack([negative_log_likelihood(model, text)[-forced:] for text in texts])
 
 

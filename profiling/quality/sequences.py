@@ -37,7 +37,7 @@ _HELD = 1 << 25
 _ROWS = 128
 # The kind of answers of later turns, where there are others.
 _LATER = "later"
-# Least log-probability: half precision cannot hold that of what a model forbids.
+# Least log-probability: half precision cannot represent that of a token that a model forbids.
 LEAST = -1e4
 
 
@@ -47,7 +47,7 @@ class TokenSequence:
 
     Attributes:
         ids: S of them.
-        context: the first so many are prefilled; the rest attends to everything.
+        context: number of first tokens that are prefilled; the rest attends to everything.
         answers: half-open ranges of ids that are right answers.
         labels: the kind of each, where there are several.
         task: as profiling.prompts.prompt.Task.name has it.
@@ -61,7 +61,7 @@ class TokenSequence:
 
     @property
     def is_text(self) -> bool:
-        """True if nothing is asked: every token is text."""
+        """True if the sequence has no question: every token is text."""
         return not self.answers
 
     @property
@@ -212,7 +212,7 @@ class Reference:
         )
 
     def _dense_predicted(self, number: int) -> _Predicted:
-        """Dense attention's predictions on a sequence; a pass of its own where none are known."""
+        """Return dense attention's predictions on a sequence; compute them if not cached."""
         if number not in self._dense:
             predicted = self._predicted(number, self._attending({}, self.sequences[number]))
             self._dense[number] = predicted._replace(log_probs=predicted.log_probs.half())
@@ -255,7 +255,7 @@ def _divergence(dense: _Predicted, other: _Predicted) -> Tensor:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Compute log p (..., V) in fp32; what a model forbids has LEAST."""
+    """Compute log p (..., V) in fp32; a token that a model forbids has LEAST."""
     return logits.float().log_softmax(-1).clamp_min_(LEAST)
 
 

@@ -36,7 +36,7 @@ BLOCK = 256
 FORCED = 128
 # Positions of a context whose predictions are compared with dense attention's.
 POSITIONS = 64
-# Raised where the same prompt under the same method would give another record.
+# Increment if the same prompt under the same method would yield another record.
 VERSION = 7
 
 
@@ -45,7 +45,7 @@ class Trial(NamedTuple):
 
     Attributes:
         number: of the prompt.
-        record: what was measured, as plain data.
+        record: measurements as plain data.
         log_probs: log-probabilities (P, V) at POSITIONS positions of its context; None where the
             method's cache evicts.
     """
