@@ -45,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def device(self, name: str) -> str:
-        """Return the device of this rank: `cuda` is a GPU of its own if there are several ranks.
+        """Return the device of this rank: `cuda` is a separate GPU if there are several ranks.
 
         Raises:
             HeadwiseError: the machine has fewer GPUs than ranks.

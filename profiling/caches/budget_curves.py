@@ -39,9 +39,12 @@ _FIRST = 0.25
 class BudgetCurves:
     """Means over prompts and places; NaN for sliding-window layers and layers without attention.
 
-    error (L, G, N): squared error that a head leaves in the residual stream, as a fraction of the
-    stream's square. kept (L, G, N): attention mass on what is kept, as a mean over the query heads.
-    shares (N): half heavy hitters, half the latest tokens."""
+    Attributes:
+        shares: (N) budgets as fractions of the prompt: half heavy hitters, half the latest tokens.
+        error: (L, G, N) squared error of a head in the residual stream, as a fraction of the
+            stream's squared norm.
+        kept: (L, G, N) attention mass on the retained tokens, the mean over the query heads.
+    """
 
     shares: tuple[float, ...]
     error: np.ndarray
@@ -59,7 +62,7 @@ def measure(
     shares: Sequence[float] = SHARES,
     ledger: Ledger | None = None,
 ) -> BudgetCurves:
-    """Walk the prompts; the model is left as it was.
+    """Measure the curves on the prompts; the model is left unchanged.
 
     Args:
         ledger: keeps each prompt's curves; its settings say which model they are of.
@@ -110,7 +113,7 @@ def _of_prompt(
         capture(
             model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit
         )
-    # Known when the block is through: what a norm behind the attention makes of its output.
+    # The effect of a norm after the attention is known only once the block has run.
     for layer in np.flatnonzero(np.isfinite(kept).all((1, 2))):
         error[layer] *= float(stream.gain(int(layer)))
     return {"error": error, "kept": kept}

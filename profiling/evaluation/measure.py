@@ -1,7 +1,7 @@
 """Quality of many methods on many tasks and lengths, each prompt under each method once.
 
-What is finished is not run again: tasks, lengths, samples and methods can be added, and a run
-that was killed goes on with the prompt that it was at.
+Finished prompts are not run again: tasks, lengths, samples and methods can be added, and a killed
+run resumes at the prompt in progress.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
-    """Refuse what the artifact would serve densely, or the model was not trained for."""
+    """Reject lengths that the artifact serves densely or that the model was not trained for."""
     for length in lengths:
         if length < artifact.prefill.dense_below and any(artifact.prefill.layers):
             raise HeadwiseError(

@@ -30,7 +30,7 @@ def record_of(
     loaded: LoadedModel,
     command: str,
 ) -> dict[str, Any]:
-    """Everything that was measured, and what it was measured with."""
+    """Return all measurements, with the model, artifact, settings and environment."""
     device = str(loaded.model.device)
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     return {

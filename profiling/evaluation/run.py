@@ -49,7 +49,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         The content of evaluation.json.
 
     Raises:
-        HeadwiseError: anything that the user has to put right.
+        HeadwiseError: any error that the user has to correct.
     """
     one_process("headwise evaluate")
     first, *further = config.configs
@@ -86,7 +86,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
 
 
 def _check(config: Config, artifact: Artifact, quality: Evaluation, known: tuple[str, ...]) -> None:
-    """Raise HeadwiseError for what the artifact cannot be asked, before a model is loaded."""
+    """Raise HeadwiseError for requests that the artifact cannot serve, before a model is loaded."""
     check_lengths(artifact, quality.lengths)
     if config.attach:
         check_writable(config.configs[0])
@@ -145,7 +145,7 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
 
 
 def _usual_length(config: Config, artifact: Artifact) -> int:
-    """The model's positions; with --quick fewer, but never what the artifact serves densely."""
+    """The model's positions; fewer with --quick, but never a length that is served densely."""
     longest = artifact.model.max_positions
     if config.quick:
         return min(max(_QUICK_LENGTH, artifact.prefill.dense_below), longest)

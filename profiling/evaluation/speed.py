@@ -1,7 +1,7 @@
 """Speed of methods next to both dense attentions: prefill, attention, decode.
 
-Every method's times stand next to those that dense attention had in the same rounds, by the default
-attention and by Headwise's kernel: speeds of unlike rounds are never divided by each other.
+Every method's times are listed with those of dense attention in the same rounds, by the default
+attention and by Headwise's kernel. Speeds of different rounds are never divided by each other.
 """
 
 from __future__ import annotations

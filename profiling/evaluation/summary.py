@@ -231,7 +231,7 @@ def _with_verdicts(estimates: Sequence[Estimate]) -> list[Estimate]:
                 verdict = "better"
             else:
                 verdict = "worse"
-        # The least p that so many units can have, at its place among the comparisons.
+        # The smallest p possible with this number of units, at its rank among the comparisons.
         least = 2.0 ** (1 - estimate.count)
         few = (len(ordered) - bisect_left(ordered, least)) * least >= 1 - CONFIDENCE
         judged[at] = replace(estimate, corrected=p, verdict=verdict, few=not verdict and few)

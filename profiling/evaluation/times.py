@@ -28,7 +28,7 @@ _DENSE = (MODEL, KERNEL)
 # Whose decode differs from dense attention's only by Headwise's own growing cache: one of them is
 # enough.
 _PLAIN = (*_DENSE, HEADWISE)
-# Raised where what is kept of a measurement changes.
+# Increment if the stored form of a measurement changes.
 _VERSION = 3
 
 
@@ -37,8 +37,8 @@ class Times:
     """Measurements by (method, length); memory in bytes.
 
     Attributes:
-        attention: seconds of attention alone of a method with patterns, and of both dense ones
-            beside it, by name.
+        attention: seconds of attention alone, by name: a method with patterns, and both dense
+            attentions timed with it.
     """
 
     prefill: dict[tuple[str, int], Timed]
@@ -57,10 +57,11 @@ def measure(
     revision: str | None,
     again: bool,
 ) -> Times:
-    """Measure what the ledger lacks for this machine, or everything `again`.
+    """Measure the times that the ledger lacks for this machine, or all of them if `again`.
 
     Args:
-        spec, revision: what the model was loaded from.
+        spec: the source that the model was loaded from.
+        revision: its revision.
     """
     return _Clock(config, loaded, methods, ledger, again).run(
         lambda m, at: peak_of(loaded, m, at, spec=spec, revision=revision)

@@ -1,6 +1,6 @@
 """Hands out queries, keys and values of every attention layer at each step of decoding.
 
-Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and what was decoded so far), D
+Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and tokens decoded so far), D
 head dim, E value dim; batch 1.
 
 The prompt but for its end is prefilled densely, with memory linear in S; then tokens are fed one at
@@ -82,7 +82,7 @@ def capture_decode(
         steps: how many, at least 1.
         tail: how many of the prompt's tokens before its last one are fed singly as well; these are
             steps -tail to -1.
-        continuation: new tokens that are given; after them the model's own follow, chosen greedily.
+        continuation: first new tokens; the model's own follow, decoded greedily.
         avoid: tokens that the model may not choose, such as those that end a text.
 
     Returns:

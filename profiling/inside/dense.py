@@ -24,7 +24,7 @@ _SCORES = 1 << 24
 class LayerMask:
     """A local causal mask made in blocks: no query sees a key `local_size` or more tokens back.
 
-    `standin` is the one element that stands for it while the model hands it around.
+    `standin` is the one-element placeholder that the model passes around in its place.
     """
 
     standin: Tensor
@@ -61,7 +61,7 @@ def blockwise_attention(
     sinks: Tensor | None = None,
     mask: LayerMask | None = None,
 ) -> Tensor:
-    """softmax(softcap(scale q k^T) under the mask, beside the sinks) v; causal without a mask.
+    """softmax(softcap(scale q k^T) under the mask, with the sinks) v; causal without a mask.
 
     Args:
         q: (1, H, S, D).

@@ -55,7 +55,7 @@ class LayerGradients:
     Attributes:
         out: (1, H, S, E) dense attention's output.
         lse: (1, H, S) its log-sum-exp.
-        by_out: (1, H, S, E) the gradient of the loss by `out`: adding d to what a head puts out at
+        by_out: (1, H, S, E) the gradient of the loss by `out`: adding d to a head's output at
             token t adds by_out[t] . d to the loss, to first order.
     """
 
@@ -74,7 +74,7 @@ class DensePass:
         likeliest: (S - 1,) the likeliest in its place. Where some tokens are marked as an answer's,
             both are of these and of those after the positions that are kept.
         log_probs: (P, V) fp16 at the positions that were asked for.
-        gradients: whether layers were visited on the way back; if not, `fault` says why.
+        gradients: whether layers were visited on the way back; if not, `fault` is the reason.
     """
 
     nll: Tensor
@@ -96,7 +96,7 @@ def gradient_pass(
 ) -> DensePass:
     """Run forward and back over a prompt; call `visit` for each wanted layer, the last first.
 
-    Layers with a window of their own are left to torch and not visited.
+    Sliding-window layers are left to torch and not visited.
 
     The loss is the sum of -log p over all tokens; where some are marked as an answer's, it is the
     sum of -log(p/(1-p)) over those alone: log-odds do not go flat where the model is sure of its
@@ -108,7 +108,7 @@ def gradient_pass(
         input_ids: (1, S) on the model's device, without padding.
         answers: (S,) bool, which tokens are an answer's; all False for a text.
         visit: may do anything but write to the tensors.
-        wanted: whether a layer is visited, from what it attends with; what this raises ends the
+        wanted: whether a layer is visited, from its inputs; an exception that it raises ends the
             pass.
         keep: (P,) positions whose predictions of the next token are returned.
         backend: the attention backend, as for kernels.attention.sparse_attention.
@@ -176,7 +176,7 @@ class _Dense(torch.autograd.Function):
         visit: Callable[[LayerGradients], None] | None,
         backend: str,
     ) -> Tensor:
-        # Computed once: what a layer put out is at hand when it is computed again.
+        # Computed once: a layer's output is reused when the layer is recomputed.
         if inputs.layer not in kept:
             kept[inputs.layer] = dense_of_layer(inputs, backend=backend)
         ctx.save_for_backward(q, k, v)
@@ -194,7 +194,7 @@ class _Dense(torch.autograd.Function):
             inputs = replace(inputs, q=q.detach(), k=k.detach(), v=v.detach())
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
         # With learned sinks too: they are in the output and in the log-sum-exp, and have no value
-        # of their own.
+        # vectors.
         gradients_of_inputs = attention_gradients(
             q,
             k,
@@ -230,8 +230,8 @@ def _losses(
     nll = torch.full((length,), torch.nan, device=states.device, dtype=torch.float32)
     likeliest = torch.zeros(length, dtype=torch.long, device=states.device)
     kept = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
-    # Where some tokens are answers, nobody asks for what is predicted of the others: logits are
-    # what costs here.
+    # If some tokens are answers, predictions of the other tokens are not needed, and logits are
+    # the main cost here.
     before = answers[1:].nonzero()[:, 0]
     asked = torch.arange(length + 1, device=states.device)
     if len(before):
@@ -267,7 +267,7 @@ def _losses(
 
 @torch.no_grad()
 def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str) -> DensePass:
-    """Make a DensePass without gradients, where a model gives none."""
+    """Make a DensePass without gradients, for a model that has none."""
     logits = model(input_ids=input_ids, use_cache=False).logits[0]
     targets = input_ids[0, 1:].to(logits.device)
     parts = list(zip(logits[:-1].split(512), targets.split(512), strict=True))
@@ -281,7 +281,7 @@ def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str
 def _head_of(model: PreTrainedModel, input_ids: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Find the map from last hidden states to logits: linear, with the config's soft-cap or factor.
 
-    None where that does not come to the model's own logits.
+    None if the result differs from the model's own logits.
     """
     head = model.get_output_embeddings()
     config = text_config(model)

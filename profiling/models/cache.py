@@ -19,7 +19,7 @@ def cache_folder() -> Path:
 def made_once(kind: str, key: str, make: Callable[[Path], None], *, name: str) -> Path:
     """The folder `kind/key` of the cache folder, made by `make` where it is not there yet.
 
-    A conversion is made beside its place and renamed into it under a lock that dies with its
+    A conversion is made next to its place and renamed into it under a lock that dies with its
     process: an interrupted one leaves nothing that counts, and of two at once one waits for the
     other.
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from profiling.models.loading import LoadedModel
     from profiling.prompts.prompt import Prompt
 
-# A map has at most so many cells a side, however long the prompt.
+# Maximum number of cells on each side of a map, for any length of the prompt.
 _CELLS = 128
 # Fractions of a query's attention below this are drawn like it.
 _FAINTEST = 1e-4
-# How far what is not computed is washed out.
+# How much the tiles that are not computed are lightened.
 _WASH = 0.85
 
 

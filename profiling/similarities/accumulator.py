@@ -28,7 +28,7 @@ WORST = 0.125
 
 
 def worst_of(steps: int) -> int:
-    """Number of the worst among so many steps."""
+    """Return the number of worst steps among `steps`."""
     return math.ceil(WORST * steps)
 
 
@@ -38,7 +38,7 @@ class Accumulator:
     Args:
         length: of the prompt.
         top_k: how many keys a layer chooses.
-        finds: what each step takes from the prompt, None where that is not known.
+        finds: the evidence span of each step in the prompt, None if unknown.
         stream: of the model that decodes.
 
     Attributes:
@@ -89,7 +89,7 @@ class Accumulator:
         return self._square({layer: steps.sum(0) for layer, steps in self._worst.items()})
 
     def _square(self, by_layer: dict[int, Tensor]) -> Tensor:
-        """(N, N, G) of what each layer has for those up to it, (G, i)."""
+        """Return (N, N, G) from the values (G, i) of each layer for the layers up to it."""
         size = len(self.layers)
         pad = torch.nn.functional.pad
         columns = [by_layer[layer].T for layer in self.layers]

@@ -28,7 +28,7 @@ from profiling.similarities.mass import ability, agreement
 from profiling.similarities.similarity_profile import FORMAT, Profile
 from runtime.fingerprint import fingerprint
 
-# The share of a short prompt that the default top-k is of a usual one.
+# The default top-k of a short prompt is its length divided by this.
 _SHARE = 8
 
 
@@ -39,10 +39,10 @@ def measure(
     *,
     prompts: Mapping[str, Sequence[Prompt]] | None = None,
 ) -> Profile:
-    """Measure on a model that is loaded; the model is left as it was.
+    """Measure on a loaded model; the model is left unchanged.
 
     Args:
-        ledger: keeps what each prompt gave; its settings say which model that is of.
+        ledger: stores the result of each prompt; its settings identify the model.
         prompts: by the names of all tasks, each of `prompt_length` tokens; those of the
             configuration's seed if None.
     """
@@ -228,7 +228,7 @@ def continuation(config: SimilarityConfig, tokenizer: Any, prompt: Prompt) -> li
 
 
 def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Find | None]]:
-    """The tokens of the expected answer, each with what it takes from the prompt."""
+    """Yield the tokens of the expected answer, each with its evidence span in the prompt."""
     if not prompt.finds:
         yield from ((token, None) for token in encode(prompt.answer or ""))
     for find in prompt.finds:

@@ -20,7 +20,7 @@ def run(config: SimilarityConfig, out: Path) -> Profile:
     """Load the model, measure, and write similarity.safetensors and CSV files into `out`.
 
     Raises:
-        HeadwiseError: anything that the user has to put right; no file is written then.
+        HeadwiseError: any error that the user has to correct; no file is written then.
     """
     config = settled(config)
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
