@@ -87,8 +87,8 @@ class Ranks:
     def gather(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the values of all ranks, sorted by key; the first rank's wins."""
         merged: dict[str, Any] = {}
-        for others in self.gather_all(dict(values)):
-            merged = {**others, **merged}
+        for gathered in self.gather_all(dict(values)):
+            merged = {**gathered, **merged}
         return dict(sorted(merged.items()))
 
     def gather_all(self, value: T) -> list[T]:

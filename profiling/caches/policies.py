@@ -78,11 +78,11 @@ class RandomEviction(SnapKV):
 
         Equal seeds and n yield equal votes.
         """
-        kept = self.kept[0]
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + kept)
+        tokens = self.kept[0]
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + tokens)
         votes = torch.rand(
             *call.k.shape[:2],
-            kept - self.record.window,
+            tokens - self.record.window,
             generator=generator,
             dtype=torch.float32,
         )

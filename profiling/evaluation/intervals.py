@@ -121,9 +121,9 @@ def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed:
     Every assignment of signs where there are at most `resamples`, which for right and wrong answers
     is McNemar's exact test; that many random ones, and the one that was found, elsewhere.
     """
-    found = _checked(differences)
-    found = found[found != 0]
-    count = len(found)
+    nonzero = _checked(differences)
+    nonzero = nonzero[nonzero != 0]
+    count = len(nonzero)
     if not count:
         return 1.0
     exact = count < 63 and 1 << count <= resamples
@@ -134,14 +134,14 @@ def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed:
         total = resamples
     far = 0
     # Sums in another order must not be farther than they are.
-    least = abs(found.sum()) * (1 - 1e-9)
+    threshold = abs(nonzero.sum()) * (1 - 1e-9)
     for start in range(0, total, _BLOCK):
         numbers = np.arange(start, min(start + _BLOCK, total))
         if exact:
             signs = 1 - 2 * ((numbers[:, None] >> np.arange(count)) & 1)
         else:
             signs = 1 - 2 * rng.integers(0, 2, size=(len(numbers), count), dtype=np.int8)
-        far += int((np.abs(signs @ found) >= least).sum())
+        far += int((np.abs(signs @ nonzero) >= threshold).sum())
     if exact:
         return far / total
     return (far + 1) / (total + 1)

@@ -101,7 +101,7 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
             placed = task
             if depth is not None:
                 placed = replace(task, parameters=(*task.parameters, ("depth", depth)))
-            made = seeded_prompts(
+            sampled = seeded_prompts(
                 placed,
                 tokenizer,
                 length=length,
@@ -114,8 +114,8 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
                     task=task.name,
                     length=length,
                     depth=depth,
-                    prompts=tuple(made.prompts),
-                    overlapping=made.overlapping,
+                    prompts=tuple(sampled.prompts),
+                    overlapping=sampled.overlapping,
                 )
             )
     return sets
@@ -144,10 +144,10 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
     with phase("evaluation", total, "tokens") as shown:
         for length in config.lengths:
             here = [each for each in sets if each.length == length]
-            made = [methods.make(name, length) for name in config.methods]
-            _run(loaded, made, here, of, ledger, shown)
+            built = [methods.make(name, length) for name in config.methods]
+            _run(loaded, built, here, of, ledger, shown)
             for each in here:
-                for method in made:
+                for method in built:
                     records = [ledger.get(of(method, prompt)) for prompt in each.prompts]
                     rows += _rows(each, method, records, config.seeds)
     return Measured(rows, _seen_by_search(sets))

@@ -195,8 +195,8 @@ def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, .
         if not decides_prefill(name):
             with_caches.append(f"{HEADWISE}+{name}")
     without = (name + NO_TAIL for name, spec in METHODS.items() if spec.has_tail)
-    others = (name + end for name in beside for end in ("", NO_TAIL))
-    return (*METHODS, *without, *with_caches, *others)
+    extra = (name + end for name in beside for end in ("", NO_TAIL))
+    return (*METHODS, *without, *with_caches, *extra)
 
 
 def decides_prefill(name: str) -> bool:

@@ -237,7 +237,7 @@ class Methods:
         density = base.density
         sizes = ""
         changed = None
-        kept: float | None = self._share
+        retained: float | None = self._share
         if cache == OMNIKV:
             assert self.artifact.decode is not None
             artifact = artifact.model_copy(update={"decode": self.artifact.decode})
@@ -246,11 +246,11 @@ class Methods:
                 fraction = budget
             else:
                 fraction = budget / length
-            kept = min(1.0, fraction)
+            retained = min(1.0, fraction)
             sizes = f"budget {budget}"
         elif cache == OWN:
             artifact = artifact.model_copy(update={"kv_cache": self.artifact.kv_cache})
-            kept = None
+            retained = None
             density = None
         else:
             policy = CACHES[cache].policy(self._share, length)
@@ -275,7 +275,7 @@ class Methods:
             name=name,
             make=partial(LoadedArtifact, artifact),
             density=density,
-            kept=kept,
+            kept=retained,
             identity=identified,
             evicts=True,
             sizes=sizes,

@@ -55,17 +55,17 @@ def record_of(
 
 
 def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
-    made = methods.make(name, length)
+    method = methods.make(name, length)
     description, source = methods.says(name)
     return {
         "name": name,
         "length": length,
-        "density": made.density,
-        "kept": made.kept,
-        "sizes": made.sizes,
+        "density": method.density,
+        "kept": method.kept,
+        "sizes": method.sizes,
         "says": description,
         "source": source,
-        "identity": made.identity,
+        "identity": method.identity,
     }
 
 

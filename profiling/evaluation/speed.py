@@ -101,8 +101,8 @@ def attention_seconds(
     layers = sorted(set.intersection(*(set(each) for each in plans.values())))
     if not layers:
         return {}
-    asked = Asked(tokens=length, plans=plans, sdpa=True)
-    (timings,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [asked], layers)
+    request = Asked(tokens=length, plans=plans, sdpa=True)
+    (timings,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [request], layers)
     dense = {SDPA: MODEL, ANCHOR: KERNEL}
     return {dense.get(name, name): seconds for name, seconds in timings.seconds.items()}
 

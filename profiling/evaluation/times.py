@@ -97,21 +97,21 @@ class _Clock:
         total = (2 + config.decode) * len(config.lengths) + config.memory
         with phase("speed", total, "measurements") as shown:
             for length in config.lengths:
-                made = [
+                methods = [
                     self._methods.make(name, length)
                     for name in dict.fromkeys((*_DENSE, *config.methods))
                 ]
-                prefill |= self._timed("prefill", made, length)
+                prefill |= self._timed("prefill", methods, length)
                 shown.update()
-                attention |= self._attention(made, length)
+                attention |= self._attention(methods, length)
                 shown.update()
                 if config.decode:
                     decode |= self._timed(
-                        "decode", [m for m in made if m.evicts or m.name in _PLAIN], length
+                        "decode", [m for m in methods if m.evicts or m.name in _PLAIN], length
                     )
                     shown.update()
                 if config.memory and length == longest:
-                    for method in made:
+                    for method in methods:
                         memory[method.name, length] = self._kept(
                             "memory", length, method.identity, partial(peak, method, length)
                         )

@@ -191,8 +191,8 @@ def layer_mask(
             "the model's mask is not plainly causal over the prompt: Headwise is for causal models"
         )
     standin = torch.ones(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
-    made = LayerMask(standin, mask_function, local_size, bool(kwargs.get("use_vmap")))
-    _run.get().masks[standin.untyped_storage().data_ptr()] = made
+    mask = LayerMask(standin, mask_function, local_size, bool(kwargs.get("use_vmap")))
+    _run.get().masks[standin.untyped_storage().data_ptr()] = mask
     return standin.expand(batch_size, 1, q_length, kv_length)
 
 

@@ -36,7 +36,7 @@ class LayerMask:
         """(1, 1, queries, keys) bool, True where the query sees the key."""
         from transformers.masking_utils import sdpa_mask
 
-        made = sdpa_mask(
+        block = sdpa_mask(
             batch_size=1,
             q_length=len(queries),
             kv_length=len(keys),
@@ -47,8 +47,8 @@ class LayerMask:
             use_vmap=self.use_vmap,
             device=self.standin.device,
         )
-        assert made is not None
-        return made
+        assert block is not None
+        return block
 
 
 def blockwise_attention(

@@ -116,7 +116,7 @@ def gradient_pass(
     if keep is None:
         keep = torch.zeros(0, dtype=torch.long, device=input_ids.device)
     run = Run(lambda inputs: None)
-    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    outputs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         inputs, mask = inputs_of(run, module, *args, **kwargs)
@@ -127,7 +127,7 @@ def gradient_pass(
             watch = visit
         else:
             watch = None
-        out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, kept, watch, backend)
+        out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, outputs, watch, backend)
         return out.transpose(1, 2).contiguous(), None
 
     with (
@@ -138,7 +138,7 @@ def gradient_pass(
         _frozen(model),
     ):
         head = _head_of(model, input_ids[:, :_TRIED])
-        kept.clear()
+        outputs.clear()
         run.visits = 0
         with _entry(model) as entered:
             states = _states(model, input_ids)
@@ -187,9 +187,9 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (by_out,) = gradients
-        inputs, kept, visit = ctx.about
+        inputs, cached, visit = ctx.about
         q, k, v = ctx.saved_tensors
-        out, lse = kept.pop(inputs.layer)
+        out, lse = cached.pop(inputs.layer)
         if visit is not None:
             inputs = replace(inputs, q=q.detach(), k=k.detach(), v=v.detach())
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
@@ -229,18 +229,18 @@ def _losses(
     width = head(states[:, :1]).shape[-1]
     nll = torch.full((length,), torch.nan, device=states.device, dtype=torch.float32)
     likeliest = torch.zeros(length, dtype=torch.long, device=states.device)
-    kept = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
+    log_probs = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
     # If some tokens are answers, predictions of the other tokens are not needed, and logits are
     # the main cost here.
     before = answers[1:].nonzero()[:, 0]
-    asked = torch.arange(length + 1, device=states.device)
+    needed = torch.arange(length + 1, device=states.device)
     if len(before):
-        asked = torch.cat([keep, before]).unique()
-    for positions in asked.split(max(1, _LOGITS // width)):
+        needed = torch.cat([keep, before]).unique()
+    for positions in needed.split(max(1, _LOGITS // width)):
         part = states[:, positions].requires_grad_(True)
         logits = head(part)[0].float()
         here = torch.isin(keep, positions)
-        kept[here] = (
+        log_probs[here] = (
             logits.detach()[torch.searchsorted(positions, keep[here])]
             .log_softmax(-1)
             .clamp_min_(-1e4)
@@ -262,7 +262,7 @@ def _losses(
             loss = lost.sum()
         if loss.requires_grad and len(rows):
             gradient[:, positions] = torch.autograd.grad(loss, part)[0]
-    return gradient, nll, likeliest, kept
+    return gradient, nll, likeliest, log_probs
 
 
 @torch.no_grad()
@@ -273,8 +273,10 @@ def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str
     parts = list(zip(logits[:-1].split(512), targets.split(512), strict=True))
     nll = torch.cat([cross_entropy(a.float(), b, reduction="none") for a, b in parts])
     likeliest = logits[:-1].argmax(-1)
-    kept = logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half()
-    return DensePass(nll=nll, likeliest=likeliest, log_probs=kept, gradients=False, fault=fault)
+    log_probs = logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half()
+    return DensePass(
+        nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=False, fault=fault
+    )
 
 
 @torch.no_grad()

@@ -97,10 +97,10 @@ def load_model(
         model, tokenizer = _load(source, dtype, _placement(device, max_memory))
     model = (model if max_memory else model.to(device)).eval()
     if (embeddings := model.get_input_embeddings().weight).is_meta:
-        least = embeddings.nbytes / 2**20
+        mebibytes = embeddings.nbytes / 2**20
         raise HeadwiseError(
             f"--max-memory of {max_memory:,} bytes is too little for {source.name}: its embeddings "
-            f"take {least:.0f} MiB"
+            f"take {mebibytes:.0f} MiB"
         )
     check_attention(model, source.name)
     return LoadedModel(model, tokenizer, source.name, source.revision or commit_of(model))

@@ -153,12 +153,12 @@ def _pattern_fields(
         attend(AttentionCall(inputs.q, inputs.k, inputs.v, which, **options))
         for which in (whole, index)
     )
-    kept = (lse - dense_lse)[0, head].exp().clamp(max=1.0)
+    recall = (lse - dense_lse)[0, head].exp().clamp(max=1.0)
     return {
         "pattern": row[head],
         "computed": cover(index, head, cell).cpu().numpy(),
         "density": float(index.density()[0, head]),
-        "recall": float(kept.mean()),
+        "recall": float(recall.mean()),
     }
 
 

@@ -49,8 +49,8 @@ def new_figure(width: float, height: float, caption: str, *, layout: Layout = "c
 
 def wrapped(text: str, width: float, size: float) -> list[str]:
     """Break a text into lines that fit a width in inches, at a font size in points."""
-    most = int(width * _CHARACTERS * 6 / size)
-    return [line for part in text.splitlines() for line in textwrap.wrap(part, most)]
+    limit = int(width * _CHARACTERS * 6 / size)
+    return [line for part in text.splitlines() for line in textwrap.wrap(part, limit)]
 
 
 def legend_columns(labels: Iterable[str], width: float, size: float) -> int:

@@ -133,24 +133,24 @@ def unseen_prompts(
         return Unseen(first, 0)
     taken = Seen(digests=others.digests if others else ())
     new = [prompt for prompt in first if not seen.overlaps(prompt)]
-    chosen = [prompt for prompt in new if not taken.overlaps(prompt)]
-    near = [prompt for prompt in new if prompt not in chosen]
-    taken.add(*chosen)
+    selected = [prompt for prompt in new if not taken.overlaps(prompt)]
+    near = [prompt for prompt in new if prompt not in selected]
+    taken.add(*selected)
     replacements = (
         prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt)
     )
-    while len(chosen) < samples and (prompt := next(replacements, None)) is not None:
+    while len(selected) < samples and (prompt := next(replacements, None)) is not None:
         if taken.overlaps(prompt):
             near.append(prompt)
         else:
-            chosen.append(prompt)
+            selected.append(prompt)
             taken.add(prompt)
-    disjoint = len(chosen) == samples
-    chosen += [prompt for prompt in dict.fromkeys(near) if prompt not in chosen][
-        : samples - len(chosen)
+    disjoint = len(selected) == samples
+    selected += [prompt for prompt in dict.fromkeys(near) if prompt not in selected][
+        : samples - len(selected)
     ]
-    known = [prompt for prompt in first if prompt not in chosen][: samples - len(chosen)]
-    return Unseen(chosen + known, len(known), disjoint)
+    repeated = [prompt for prompt in first if prompt not in selected][: samples - len(selected)]
+    return Unseen(selected + repeated, len(repeated), disjoint)
 
 
 def held_out(
@@ -212,6 +212,6 @@ def seeded_prompts(
         )
         others.add(*by_seed[-1].prompts)
     return Unseen(
-        [prompt for made in by_seed for prompt in made.prompts],
-        sum(made.overlapping for made in by_seed),
+        [prompt for batch in by_seed for prompt in batch.prompts],
+        sum(batch.overlapping for batch in by_seed),
     )

@@ -32,14 +32,14 @@ def jsonl(request: Request) -> list[Prompt]:
     request.rng().shuffle(lines)
     before = len(request.ids())
     room = request.length - before
-    made: list[Prompt] = []
+    prompts: list[Prompt] = []
     longest = 0
     for text, answer in lines:
         ids = request.encode(text)
         longest = max(longest, len(ids) + before)
         if len(ids) >= room > 0:
             references = () if answer is None else (answer,)
-            made.append(
+            prompts.append(
                 Prompt(
                     request.ids(ids[len(ids) - room :]),
                     answer,
@@ -47,10 +47,10 @@ def jsonl(request: Request) -> list[Prompt]:
                     text_spans=((before, request.length),),
                 )
             )
-            if len(made) == request.samples:
-                return made
+            if len(prompts) == request.samples:
+                return prompts
     raise HeadwiseError(
-        f"{request.file.name} has {len(made)} prompts of at least {request.length} tokens, "
+        f"{request.file.name} has {len(prompts)} prompts of at least {request.length} tokens, "
         f"{request.samples} are needed; "
         f"the longest of its {len(lines)} has {longest} tokens"
     )

@@ -125,9 +125,9 @@ def _listed(
     """
     encode = request.encode
     before = encode(head)
-    asked = encode(question)
+    question_ids = encode(question)
     lines = encode.each(needed)
-    room = request.room(before, asked, *lines)
+    room = request.room(before, question_ids, *lines)
     last: list[Ids] = []
     while room > 0:
         items = [more() for _ in range(_BATCH)]
@@ -146,4 +146,4 @@ def _listed(
     for at in order:
         spans[at] = (len(ids), len(ids) + len(lines[at]))
         ids += lines[at]
-    return (*ids, *asked), [spans[at] for at in range(len(needed))]
+    return (*ids, *question_ids), [spans[at] for at in range(len(needed))]

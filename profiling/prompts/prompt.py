@@ -95,12 +95,12 @@ def parse_task(text: str) -> Task:
             there.
     """
     head, colon, file = text.partition(":")
-    name, at, given = head.partition("@")
+    name, at, values = head.partition("@")
     kind = KINDS.get(name)
     if kind is None or (colon and kind.takes_file == "no"):
         raise HeadwiseError(f"unknown task {shorten(text)}; known: {TASKS}")
     if at:
-        parameters = _parameters(kind, given)
+        parameters = _parameters(kind, values)
     else:
         parameters = ()
     if not file and (colon or kind.takes_file == "must"):
@@ -124,19 +124,19 @@ def parse_name(name: str) -> str:
 
 def _parameters(kind: TaskSpec, text: str) -> tuple[tuple[str, float | int], ...]:
     """`depth=0.5,hops=2` as pairs, in the order of the table: the same task has one name."""
-    known = {parameter.name: parameter for parameter in kind.parameters}
+    by_name = {parameter.name: parameter for parameter in kind.parameters}
     values: dict[str, float | int] = {}
     for item in text.split(","):
         name, equals, value = item.partition("=")
-        if name not in known or not equals or name in values:
+        if name not in by_name or not equals or name in values:
             takes = "it takes none"
-            if known:
-                takes = f"it takes {', '.join(known)}, each once, as in {kind.usage}"
+            if by_name:
+                takes = f"it takes {', '.join(by_name)}, each once, as in {kind.usage}"
             raise HeadwiseError(
                 f"cannot read the parameter {shorten(item)} of the task {kind.name!r}: {takes}"
             )
-        values[name] = known[name].read(value, kind.name)
-    return tuple((name, values[name]) for name in known if name in values)
+        values[name] = by_name[name].read(value, kind.name)
+    return tuple((name, values[name]) for name in by_name if name in values)
 
 
 def make_prompts(
@@ -181,8 +181,8 @@ def per_context(task: str | Task) -> int:
     """Number of prompts of a task that share a context and its prefill."""
     if isinstance(task, str):
         task = parse_task(task)
-    known = {parameter.name for parameter in KINDS[task.kind].parameters}
-    if "questions" in known:
+    names = {parameter.name for parameter in KINDS[task.kind].parameters}
+    if "questions" in names:
         return int(dict(task.parameters).get("questions", 8))
     return 1
 

@@ -140,10 +140,12 @@ def recalls(request: Request, *, questions: int = 8) -> list[Prompt]:
     """Make prompts of one of FORMS; `questions` share a context where it asks in a later turn."""
     if not FORMS[request.name].turn:
         questions = 1
-    made: list[Prompt] = []
+    prompts: list[Prompt] = []
     for number in range(-(-request.samples // questions)):
-        made += _context(request, min(questions, request.samples - len(made)), request.rng(number))
-    return made
+        prompts += _context(
+            request, min(questions, request.samples - len(prompts)), request.rng(number)
+        )
+    return prompts
 
 
 def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
@@ -163,16 +165,16 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     ids: list[int] = []
     # The start of each thing that may come back, in order; a recalled thing moves to the end of the
     # queue.
-    known: list[tuple[int, Thing]] = []
+    starts: list[tuple[int, Thing]] = []
     lines: dict[Thing, tuple[int, int]] = {}
     scored: list[tuple[int, int, str]] = []
     items = 0
     while len(ids) < room:
-        due = range(bisect_right(known, len(ids) - length // FAR, key=itemgetter(0)))
+        due = range(bisect_right(starts, len(ids) - length // FAR, key=itemgetter(0)))
         back = bool(due) and len(ids) >= room // 2 and items % form.every == 0
         if back:
             again = form.again[len(scored) % len(form.again)]
-            _, thing = known.pop(rng.choice(due))
+            _, thing = starts.pop(rng.choice(due))
             new = next(things)
             before, after = (
                 text.format(name=thing.name, new=new.name) for text in (again.before, again.after)
@@ -190,7 +192,7 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
                 (len(ids) + len(parts[0]), len(ids) + len(parts[0]) + len(parts[1]), again.label)
             )
         if items >= _CUT:
-            known.append((len(ids), said))
+            starts.append((len(ids), said))
             lines[said] = (len(ids), len(ids) + sum(map(len, parts)))
         ids += flat(parts)
         items += 1
@@ -198,15 +200,17 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     shift = len(head) - cut
     ranges = [(shift + start, shift + stop, label) for start, stop, label in scored]
     ranges = [span for span in ranges if span[1] <= length - size - _TAIL]
-    asked = [thing for _, thing in known if len(encode(form.turn.format(name=thing.name))) == size]
-    if room < 1 or not ranges or (size and len(asked) < count):
+    targets = [
+        thing for _, thing in starts if len(encode(form.turn.format(name=thing.name))) == size
+    ]
+    if room < 1 or not ranges or (size and len(targets) < count):
         raise request.too_small(f"nothing can come back in it; try {2 * length}")
     context = (*head, *ids[cut:])
     spans = tuple((start, stop) for start, stop, _ in ranges)
     if not form.turn:
         return [Prompt(context, None, scored=spans)]
     prompts = []
-    for thing in rng.sample(asked, count):
+    for thing in rng.sample(targets, count):
         start, stop = lines[thing]
         find = Find(thing.value, (shift + start, shift + stop))
         prompts.append(

@@ -62,10 +62,11 @@ def _stretches(request: Request, ids: Ids, name: str) -> list[Prompt]:
     # are too few.
     shift = rng.randint(0, len(ids) % room)
     apart = list(range(shift, starts, room))
-    chosen = rng.sample(apart if len(apart) >= samples else range(starts), samples)
+    selected = rng.sample(apart if len(apart) >= samples else range(starts), samples)
     span = (length - room, length)
     return [
-        Prompt(request.ids(ids[start : start + room]), None, text_spans=(span,)) for start in chosen
+        Prompt(request.ids(ids[start : start + room]), None, text_spans=(span,))
+        for start in selected
     ]
 
 

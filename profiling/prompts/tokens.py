@@ -27,10 +27,10 @@ class Encoder:
 
     def whole(self, text: Callable[[], str]) -> Ids:
         """Encode a long text that is always the same, once for a tokenizer."""
-        known = _WHOLE.setdefault(self._tokenizer, {})
-        if text not in known:
-            known[text] = self(text())
-        return known[text]
+        cached = _WHOLE.setdefault(self._tokenizer, {})
+        if text not in cached:
+            cached[text] = self(text())
+        return cached[text]
 
     def parts(self, parts: Sequence[str]) -> list[Ids]:
         """Return the ids of a text, cut between its parts.

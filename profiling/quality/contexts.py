@@ -88,12 +88,12 @@ def prefilled(
         context = prompts[numbers[0]].context
         positions = [_before_scored(prompts[number]) for number in numbers]
         positions.append(spread_positions(len(context), spread).tolist())
-        kept = [*chain.from_iterable(positions), len(context) - 1]
+        logit_positions = [*chain.from_iterable(positions), len(context) - 1]
         if cache:
             past = cache()
         else:
             past = None
-        logits, held = _prefill(model, context, kept, past, chunk)
+        logits, held = _prefill(model, context, logit_positions, past, chunk)
         rows = logits.split([*map(len, positions), 1])
         for number, scored in zip(numbers, rows, strict=False):
             if number == numbers[-1]:

@@ -118,8 +118,8 @@ def divergence(
         steps(model, full_begun, forced), steps(model, own_begun, forced), strict=True
     ):
         expected = full_logits[0].float().log_softmax(-1)
-        found = own_logits[0].float().log_softmax(-1)
-        kl = kl_divergence(expected, found)
-        rows.append(torch.stack((kl, -found[token[0]], -expected[token[0]])))
+        log_probs = own_logits[0].float().log_softmax(-1)
+        kl = kl_divergence(expected, log_probs)
+        rows.append(torch.stack((kl, -log_probs[token[0]], -expected[token[0]])))
     kl, loss, full_loss = torch.stack(rows, dim=1).cpu().numpy()
     return Divergence(kl=kl, loss=loss, full_loss=full_loss)

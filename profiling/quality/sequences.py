@@ -185,8 +185,8 @@ class Reference:
             nll, likeliest: (S - 1,) -log p of each token but the first, and the likeliest instead.
         """
         before = self._before_answers(number)
-        kept = torch.cat([self.positions(number), before])
-        self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[kept])
+        positions = torch.cat([self.positions(number), before])
+        self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[positions])
 
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare with dense attention."""
@@ -232,9 +232,9 @@ class Reference:
         ids = torch.tensor(self.sequences[number].ids, device=self._model.device, dtype=torch.long)
         spread = self.positions(number)
         before = self._before_answers(number)
-        kept = torch.cat([spread, before])
+        positions = torch.cat([spread, before])
         with applied:
-            output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=kept)
+            output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=positions)
         logits, of_answers = output.logits[0].split([len(spread), len(before)])
         nll = token_losses(of_answers, ids[before + 1]).clamp_max_(-LEAST)
         return _Predicted(log_probabilities(logits), nll, output.logits[0].argmax(-1))
@@ -250,7 +250,7 @@ def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
 def _divergence(dense: _Predicted, other: _Predicted) -> Tensor:
     """Compute KL(dense || other) in nats at each position, (P,) fp32."""
     pairs = zip(dense.log_probs.split(_ROWS), other.log_probs.split(_ROWS), strict=True)
-    rows = [kl_divergence(expected.float(), found.float()) for expected, found in pairs]
+    rows = [kl_divergence(expected.float(), actual.float()) for expected, actual in pairs]
     return torch.cat(rows).clamp_min_(0)
 
 

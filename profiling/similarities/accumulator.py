@@ -135,8 +135,8 @@ class Accumulator:
         if step < 0 or not self._means:
             return
         means = torch.stack(self._means)
-        chosen = {by: torch.stack(keys) for by, keys in self._chosen.items()}
-        for by, keys in chosen.items():
+        top_keys = {by: torch.stack(keys) for by, keys in self._chosen.items()}
+        for by, keys in top_keys.items():
             self.mass[by] = self.mass.get(by, 0) + kept(means, keys)
         for layer, changed in self._changed.items():
             error = changed * self._stream.gain(layer)
@@ -147,7 +147,7 @@ class Accumulator:
             ).values
         find = self._finds[step]
         if find is not None:
-            self._hits.append(covered(find.span, chosen["max"]))
+            self._hits.append(covered(find.span, top_keys["max"]))
         old = means[:, : self._old].double().sum(1)
         frozen = torch.stack(
             [means[at, self._frozen[layer]].sum() for at, layer in enumerate(self.layers)]

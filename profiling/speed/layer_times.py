@@ -187,10 +187,10 @@ def all_threads() -> Iterator[None]:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    setting = os.environ.get("OMP_NUM_THREADS", "")
     # torchrun sets it to 1 for each of its processes, which wait meanwhile.
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and asked.isdecimal() and int(asked):
-        cores = min(cores, int(asked))
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and setting.isdecimal() and int(setting):
+        cores = min(cores, int(setting))
     torch.set_num_threads(max(before, cores))
     try:
         yield
