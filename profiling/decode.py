@@ -40,9 +40,13 @@ def main(argv: list[str] | None = None) -> int:
         from profiling.decoding.table import table
         from profiling.ledger import Ledger
         from profiling.prompts.held_out import overlap_sentence
-    # With the file that is written a ledger lies beside it; timed rounds are never taken from one.
-    kept = isinstance(options.json, Path) and options.json != arguments.STDOUT
-    with Ledger(options.json, "decode", fresh=options.fresh) if kept else nullcontext() as ledger:
+    # The resume file is next to the output file; timed rounds are always measured again.
+    resumable = isinstance(options.json, Path) and options.json != arguments.STDOUT
+    with (
+        Ledger(options.json, "decode", fresh=options.fresh)
+        if resumable
+        else nullcontext() as ledger
+    ):
         rows, record = run(config, ledger)
         record = {"command": arguments.as_typed("decode", argv), **record}
         lines = [

@@ -50,8 +50,8 @@ def run(config: Heatmaps) -> list[Path]:
     Raises:
         HeadwiseError: a mistake of the user.
     """
-    known = pictures("model", "profile")
-    origins = {known[name].of for name in config.names}
+    available = pictures("model", "profile")
+    origins = {available[name].of for name in config.names}
     profile = None
     loaded = None
     prompt = None
@@ -99,7 +99,7 @@ def run(config: Heatmaps) -> list[Path]:
             head=config.head,
         )
         for name in config.names:
-            for drawing in known[name].draw(source):
+            for drawing in available[name].draw(source):
                 written += drawing.write(config.out / drawing.name)
     return written
 

@@ -60,7 +60,7 @@ class Ledger:
             command: a word.
             settings: JSON that every job depends on. Other settings would reuse nothing, which is
                 a mistake more often than not.
-            fresh: discard what is there.
+            fresh: discard earlier records.
             ranks: of this launch; one if None.
 
         Raises:
@@ -79,7 +79,7 @@ class Ledger:
             if fresh:
                 self.remove()
             try:
-                # Every rank: those of other machines may have a folder of their own.
+                # Every rank: ranks on other machines may have a separate folder.
                 self.folder.mkdir(exist_ok=True)
             except OSError as error:
                 raise HeadwiseError(
@@ -150,7 +150,7 @@ class Ledger:
         return self.folder / f"{unit.key}{_SUFFIX}"
 
     def _check_settings(self) -> None:
-        """Compare settings with those of an interrupted run, and remove what it left half-written.
+        """Compare settings with those of an interrupted run, and remove its half-written files.
 
         Raises:
             HeadwiseError: they differ.

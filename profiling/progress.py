@@ -14,7 +14,7 @@ from artifacts.cli import command
 
 
 class Phase(tqdm):
-    """A bar of tqdm that also counts what an earlier run has finished.
+    """A bar of tqdm that also counts the jobs that an earlier run has finished.
 
     Attributes:
         done: jobs of this run and of earlier ones, also where no bar is shown.
@@ -23,12 +23,12 @@ class Phase(tqdm):
     done = 0
 
     def update(self, count: int = 1) -> None:
-        """Count so many more as done."""
+        """Count `count` more jobs as done."""
         self.done += count
         super().update(count)
 
     def skip(self, count: int = 1) -> None:
-        """Count so many as done by an earlier run; they do not count towards the rate."""
+        """Count `count` jobs as done by an earlier run; they do not affect the rate."""
         self.done += count
         if not self.disable:
             self.initial += count
@@ -47,7 +47,7 @@ def phase(name: str, total: int, unit: str = "jobs", *, quiet: bool = False) -> 
     Args:
         name: of the phase.
         total: number of its jobs.
-        unit: what they are, in the plural.
+        unit: the kind of job, in the plural.
         quiet: show nothing, as ranks after the first do, and every command with -q.
     """
     quiet = quiet or command.verbosity < 0
@@ -63,7 +63,7 @@ def phase(name: str, total: int, unit: str = "jobs", *, quiet: bool = False) -> 
 
 
 def bar(*iterables: Any, **options: Any) -> tqdm[Any]:
-    """Show tqdm of what is short or inside a phase: on a terminal only, and not with -q."""
+    """Show tqdm for short work or work inside a phase: on a terminal only, and not with -q."""
     disable = True if command.verbosity < 0 else None
     return tqdm(*iterables, leave=False, disable=disable, **options)
 

@@ -45,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def device(self, name: str) -> str:
-        """Return the device of this rank: `cuda` is a GPU of its own if there are several ranks.
+        """Return the device of this rank: `cuda` is a separate GPU if there are several ranks.
 
         Raises:
             HeadwiseError: the machine has fewer GPUs than ranks.
@@ -87,8 +87,8 @@ class Ranks:
     def gather(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the values of all ranks, sorted by key; the first rank's wins."""
         merged: dict[str, Any] = {}
-        for others in self.gather_all(dict(values)):
-            merged = {**others, **merged}
+        for gathered in self.gather_all(dict(values)):
+            merged = {**gathered, **merged}
         return dict(sorted(merged.items()))
 
     def gather_all(self, value: T) -> list[T]:

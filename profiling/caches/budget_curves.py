@@ -39,9 +39,12 @@ _FIRST = 0.25
 class BudgetCurves:
     """Means over prompts and places; NaN for sliding-window layers and layers without attention.
 
-    error (L, G, N): squared error that a head leaves in the residual stream, as a fraction of the
-    stream's square. kept (L, G, N): attention mass on what is kept, as a mean over the query heads.
-    shares (N): half heavy hitters, half the latest tokens."""
+    Attributes:
+        shares: (N) budgets as fractions of the prompt: half heavy hitters, half the latest tokens.
+        error: (L, G, N) squared error of a head in the residual stream, as a fraction of the
+            stream's squared norm.
+        kept: (L, G, N) attention mass on the retained tokens, the mean over the query heads.
+    """
 
     shares: tuple[float, ...]
     error: np.ndarray
@@ -59,7 +62,7 @@ def measure(
     shares: Sequence[float] = SHARES,
     ledger: Ledger | None = None,
 ) -> BudgetCurves:
-    """Walk the prompts; the model is left as it was.
+    """Measure the curves on the prompts; the model is left unchanged.
 
     Args:
         ledger: keeps each prompt's curves; its settings say which model they are of.
@@ -81,7 +84,7 @@ def measure(
             else:
                 shown.skip(layers)
             by_prompt.append(curves)
-    error, kept = (
+    error, retained = (
         np.sum([curves[name] / len(prompts) for curves in by_prompt], axis=0)
         for name in ("error", "kept")
     )
@@ -89,7 +92,7 @@ def measure(
         raise HeadwiseError(
             f"no layer of {loaded.name} sees every token: there is no budget to choose"
         )
-    return BudgetCurves(shares=tuple(shares), error=error, kept=kept)
+    return BudgetCurves(shares=tuple(shares), error=error, kept=retained)
 
 
 def _of_prompt(
@@ -99,21 +102,21 @@ def _of_prompt(
     model = loaded.model
     _, kv_heads = heads_of(model)
     error = np.full((text_config(model).num_hidden_layers, kv_heads, len(shares)), np.nan)
-    kept = error.copy()
+    retained = error.copy()
     with ResidualStream(model) as stream:
 
         def visit(inputs: LayerInputs) -> None:
             shown.update()
             if inputs.sliding_window is None and inputs.sinks is None:
-                error[inputs.layer], kept[inputs.layer] = _walk(inputs, stream, shares)
+                error[inputs.layer], retained[inputs.layer] = _walk(inputs, stream, shares)
 
         capture(
             model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit
         )
-    # Known when the block is through: what a norm behind the attention makes of its output.
-    for layer in np.flatnonzero(np.isfinite(kept).all((1, 2))):
+    # The effect of a norm after the attention is known only once the block has run.
+    for layer in np.flatnonzero(np.isfinite(retained).all((1, 2))):
         error[layer] *= float(stream.gain(int(layer)))
-    return {"error": error, "kept": kept}
+    return {"error": error, "kept": retained}
 
 
 def _walk(
@@ -130,7 +133,7 @@ def _walk(
     first = min(blocks - 1, math.ceil(blocks * _FIRST))
     places = {int(place) for place in np.linspace(first, blocks - 1, _PLACES)}
     error = np.zeros((k.shape[1], len(shares)))
-    kept = np.zeros_like(error)
+    retained = np.zeros_like(error)
     for block in range(blocks):
         begin = block * MAX_QUERIES
         end = min((block + 1) * MAX_QUERIES, s_len)
@@ -147,10 +150,10 @@ def _walk(
                 )
                 error[:, at] += missed.mean(-1).double().cpu().numpy() / len(places)
                 mass = (part.lse - whole.lse).exp().unflatten(1, (k.shape[1], -1)).mean((0, 2, 3))
-                kept[:, at] += mass.double().cpu().numpy() / len(places)
+                retained[:, at] += mass.double().cpu().numpy() / len(places)
         assert whole.scores is not None
         scores[:, :, :end] += whole.scores
-    return error, kept
+    return error, retained
 
 
 def _held(scores: Tensor, share: float, k_len: int) -> Tensor:

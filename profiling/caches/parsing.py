@@ -46,11 +46,11 @@ def parse_policy(text: str) -> Policy:
     Raises:
         HeadwiseError: an unknown kind or field, or a value that cannot be.
     """
-    kind, _, given = text.partition(":")
+    kind, _, options = text.partition(":")
     if kind not in POLICY_KINDS:
         raise HeadwiseError(f"unknown policy {kind!r}; known: {', '.join(POLICY_KINDS)}")
     fields: dict[str, Any] = {"kind": kind}
-    for part in filter(None, given.split(",")):
+    for part in filter(None, options.split(",")):
         name, equals, value = part.partition("=")
         if not equals:
             raise HeadwiseError(
@@ -58,10 +58,10 @@ def parse_policy(text: str) -> Policy:
             )
         fields[name] = _value(value)
     try:
-        made: Policy = TypeAdapter(Policy).validate_python(fields)
+        policy: Policy = TypeAdapter(Policy).validate_python(fields)
     except ValidationError as error:
         raise HeadwiseError(f"policy {text!r}: {explain(error)}") from None
-    return made
+    return policy
 
 
 def _value(text: str) -> int | float | bool | str:

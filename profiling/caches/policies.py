@@ -33,7 +33,8 @@ def with_policy(loaded: LoadedModel, policy: Policy | None) -> LoadedArtifact:
 
     Args:
         loaded: the model that it can be applied to.
-        policy: what a layer keeps; None keeps everything, in a cache without a kv_cache section.
+        policy: which tokens a layer retains; None retains all, in a cache without a kv_cache
+            section.
 
     Raises:
         HeadwiseError: no layer of the model sees every token, so that none can have a policy.
@@ -75,13 +76,13 @@ class RandomEviction(SnapKV):
     def _votes(self, call: Step) -> Tensor:
         """Draw votes (B, G, n - W), uniform in [0, 1); the first tokens come above all.
 
-        The same seed and n give the same votes.
+        Equal seeds and n yield equal votes.
         """
-        kept = self.kept[0]
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + kept)
+        tokens = self.kept[0]
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + tokens)
         votes = torch.rand(
             *call.k.shape[:2],
-            kept - self.record.window,
+            tokens - self.record.window,
             generator=generator,
             dtype=torch.float32,
         )
@@ -90,7 +91,7 @@ class RandomEviction(SnapKV):
 
 
 def drawing(cache: Any, record: artifacts.SnapKV, *, seed: int = 0) -> Any:
-    """Make the policy layers of a new cache evict at random, each by a seed of its own."""
+    """Make the policy layers of a new cache evict at random, each with a separate seed."""
     from runtime.caches.layer import PolicyLayer
 
     for number, layer in enumerate(cache.layers):

@@ -171,7 +171,7 @@ def _quality(
     new_cache = partial(method.cache, loaded.model)
     with method.apply(loaded.model) as applied:
         label = f"{method.name}: {config.task}"
-        given = answers(
+        replies = answers(
             loaded.model,
             loaded.tokenizer,
             prompts,
@@ -186,7 +186,7 @@ def _quality(
             losses = forced_losses(loaded.model, begun, config.forced).cpu().numpy()
         if _chooses(method):
             tokens = applied.stats().get("tokens")
-    return {"answers": given, "losses": losses, "tokens": tokens}
+    return {"answers": replies, "losses": losses, "tokens": tokens}
 
 
 def _record(
@@ -214,20 +214,20 @@ def _prompts(
     config: Comparison, loaded: LoadedModel, seen: Seen, task: str, length: int, samples: int
 ) -> tuple[list[Prompt], list[dict[str, Any]]]:
     """Make prompts that no search has seen; if some were, the arguments of `overlap_sentence`."""
-    made = unseen_prompts(
+    held_out = unseen_prompts(
         task, loaded.tokenizer, length=length, samples=samples, seed=config.seed, seen=seen
     )
     overlaps: list[dict[str, Any]] = []
-    if made.overlapping:
+    if held_out.overlapping:
         overlaps.append(
             {
                 "task": parse_task(task).name,
                 "length": length,
-                "overlapping": made.overlapping,
+                "overlapping": held_out.overlapping,
                 "samples": samples,
             }
         )
-    return made.prompts, overlaps
+    return held_out.prompts, overlaps
 
 
 def _timed_fields(config: Comparison, name: str, timed: Timed) -> dict[str, Any]:
@@ -254,9 +254,9 @@ def _row(
         losses: (T, F) of the methods so far, dense first, then an artifact.
     """
     fields = _timed_fields(config, name, timed)
-    given = quality["answers"]
+    replies = quality["answers"]
     if prompts:
-        fields["right"] = sum(map(is_right, prompts, given))
+        fields["right"] = sum(map(is_right, prompts, replies))
     if name in losses:
         own = losses[name]
         first = next((each for each in losses if each != MODEL), name)
@@ -266,4 +266,4 @@ def _row(
             fields["change"] = apart(own, losses[MODEL])
         if name not in (MODEL, first):
             fields["apart"] = apart(own, losses[first])
-    return Row(method=name, answers=tuple(given), tokens=quality["tokens"], **fields)
+    return Row(method=name, answers=tuple(replies), tokens=quality["tokens"], **fields)

@@ -26,8 +26,8 @@ class Row:
 
     Bytes are those of the cache of the timed context.
 
-    Of dense attention by our kernel only time and bytes are measured: it is there where they are
-    asked for.
+    Dense attention by our kernel has only times and bytes, so it is listed only if they are
+    requested.
 
     Attributes:
         change, apart: of the loss, in nats a token, against dense and against the first artifact on

@@ -84,7 +84,7 @@ class PatternCosts:
         return self.own(dense_tail=self._tail)
 
     def own(self, *, dense_tail: int) -> float:
-        """The density of the artifact's patterns with so many of the last queries dense."""
+        """Density of the artifact's patterns with the last `dense_tail` queries dense."""
         indices = [with_dense_tail(index, dense_tail) for index in self._own.values()]
         densities = [density for index in indices for density in index.density()[0].tolist()]
         return sum(densities) / len(densities)
@@ -140,7 +140,7 @@ def _largest(kind: str, length: int) -> Pattern:
 
 
 def _a_shape_density(pattern: AShape, length: int, dense_tail: int) -> float:
-    # What it computes follows from shapes and sizes, whatever q and k hold.
+    # The computed tiles depend on shapes and sizes only, not on the values of q and k.
     tensor = torch.zeros(1, 1, length, 1, dtype=torch.float32)
     index = LayerPlan([pattern], 1, dense_tail=dense_tail).build(tensor, tensor)
     return float(index.density())

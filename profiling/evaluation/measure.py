@@ -1,7 +1,7 @@
 """Quality of many methods on many tasks and lengths, each prompt under each method once.
 
-What is finished is not run again: tasks, lengths, samples and methods can be added, and a run
-that was killed goes on with the prompt that it was at.
+Finished prompts are not run again: tasks, lengths, samples and methods can be added, and a killed
+run resumes at the prompt in progress.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
-    """Refuse what the artifact would serve densely, or the model was not trained for."""
+    """Reject lengths that the artifact serves densely or that the model was not trained for."""
     for length in lengths:
         if length < artifact.prefill.dense_below and any(artifact.prefill.layers):
             raise HeadwiseError(
@@ -101,7 +101,7 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
             placed = task
             if depth is not None:
                 placed = replace(task, parameters=(*task.parameters, ("depth", depth)))
-            made = seeded_prompts(
+            sampled = seeded_prompts(
                 placed,
                 tokenizer,
                 length=length,
@@ -114,8 +114,8 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
                     task=task.name,
                     length=length,
                     depth=depth,
-                    prompts=tuple(made.prompts),
-                    overlapping=made.overlapping,
+                    prompts=tuple(sampled.prompts),
+                    overlapping=sampled.overlapping,
                 )
             )
     return sets
@@ -144,10 +144,10 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
     with phase("evaluation", total, "tokens") as shown:
         for length in config.lengths:
             here = [each for each in sets if each.length == length]
-            made = [methods.make(name, length) for name in config.methods]
-            _run(loaded, made, here, of, ledger, shown)
+            built = [methods.make(name, length) for name in config.methods]
+            _run(loaded, built, here, of, ledger, shown)
             for each in here:
-                for method in made:
+                for method in built:
                     records = [ledger.get(of(method, prompt)) for prompt in each.prompts]
                     rows += _rows(each, method, records, config.seeds)
     return Measured(rows, _seen_by_search(sets))

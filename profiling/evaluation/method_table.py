@@ -1,7 +1,7 @@
 """Methods that an evaluation knows: prefills in METHODS, and CACHES for either prefill.
 
-Every sparse method computes the last queries of a prompt densely, as many as the artifact does;
-`NAME-tail` is the same method without, its size fitted anew.
+Every sparse method computes the last queries of a prompt densely, as many as the artifact does.
+`NAME-tail` is the same method without this dense tail, with its size fitted separately.
 
 `dense+CACHE` and `headwise+CACHE` are the two prefills with a cache of CACHES, or with a section of
 the artifact.
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 OMNIKV = "omnikv"
 OWN = "own"
-# What a method's name ends with where it has no dense tail, and the tail of methods where the
-# artifact has none.
+# The suffix of methods without a dense tail, and the dense tail of methods if the artifact has
+# none.
 NO_TAIL = "-tail"
 TAIL = 64
 
 # Builds a method for prompts of a length, with or without a dense tail.
 Build = Callable[["Methods", int, bool], "Method"]
-# The policy of a cache that keeps a share of a prompt of a length.
+# The policy of a cache that retains a fraction of a prompt of a length.
 PolicyOf = Callable[[float, int], Policy]
 
 
@@ -40,7 +40,7 @@ class MethodSpec:
     """A way to prefill.
 
     Attributes:
-        description: what it computes, in a line.
+        description: one line on the computation.
         source: where it comes from.
         build: makes the method.
         has_tail: its last queries are dense, and NAME-tail is the method without.
@@ -56,7 +56,7 @@ class MethodSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """A cache that keeps a share of the prompt.
+    """A cache that retains a fraction of the prompt.
 
     Attributes:
         decides_prefill: it decides itself how a prompt is attended to: patterns change nothing.
@@ -195,8 +195,8 @@ def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, .
         if not decides_prefill(name):
             with_caches.append(f"{HEADWISE}+{name}")
     without = (name + NO_TAIL for name, spec in METHODS.items() if spec.has_tail)
-    others = (name + end for name in beside for end in ("", NO_TAIL))
-    return (*METHODS, *without, *with_caches, *others)
+    extra = (name + end for name in beside for end in ("", NO_TAIL))
+    return (*METHODS, *without, *with_caches, *extra)
 
 
 def decides_prefill(name: str) -> bool:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 # An artifact and the arrays of its sidecar.
 Pair = tuple[Artifact, Mapping[str, "Array"]]
-# Raised where the way sizes are fitted changes: what was measured before is of another method.
+# Increment if the fitting of sizes changes: earlier measurements belong to another method.
 _VERSION = 2
 
 
@@ -75,14 +75,14 @@ class Methods:
             arrays: of its sidecar: the windows that its search has seen.
             share: of the prompt's keys and values that the caches of CACHES keep.
             density: what sizes are fitted to; None for the artifact's own.
-            beside: other artifacts of the model by name, with their arrays: each a method, with
+            beside: other artifacts of the model by name, with their arrays. Each is a method with
                 the same dense tail as all others.
         """
         self._loaded = loaded
         self.arrays = dict(arrays or {})
         self._share = share
         self._density = density
-        # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
+        # Evaluate every length sparsely: whether a length is too short is checked elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
         self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
         self._ledger = ledger
@@ -125,7 +125,7 @@ class Methods:
         return description, source
 
     def _other(self, name: str) -> tuple[Methods, str] | None:
-        """The methods of the artifact beside that a name is of, and what it is called there."""
+        """Return the methods of the other artifact that a name refers to, and its name there."""
         base = name.removesuffix(NO_TAIL)
         if base in self._beside:
             return (self._beside[base], HEADWISE + name[len(base) :])
@@ -237,7 +237,7 @@ class Methods:
         density = base.density
         sizes = ""
         changed = None
-        kept: float | None = self._share
+        retained: float | None = self._share
         if cache == OMNIKV:
             assert self.artifact.decode is not None
             artifact = artifact.model_copy(update={"decode": self.artifact.decode})
@@ -246,11 +246,11 @@ class Methods:
                 fraction = budget
             else:
                 fraction = budget / length
-            kept = min(1.0, fraction)
+            retained = min(1.0, fraction)
             sizes = f"budget {budget}"
         elif cache == OWN:
             artifact = artifact.model_copy(update={"kv_cache": self.artifact.kv_cache})
-            kept = None
+            retained = None
             density = None
         else:
             policy = CACHES[cache].policy(self._share, length)
@@ -275,7 +275,7 @@ class Methods:
             name=name,
             make=partial(LoadedArtifact, artifact),
             density=density,
-            kept=kept,
+            kept=retained,
             identity=identified,
             evicts=True,
             sizes=sizes,

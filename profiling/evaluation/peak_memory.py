@@ -1,7 +1,7 @@
 """Peak memory of a prefill next to the model.
 
 On a GPU it is torch's own count. On a CPU it is the growth of the resident set's high-water mark in
-a process of its own, which reads what to prefill as JSON:
+a separate process, which reads its input as JSON:
 
     python -m profiling.evaluation.peak_memory JSON
 
@@ -45,7 +45,7 @@ def peak_of(
         loaded: the model.
         method: the method.
         length: tokens of the prompt.
-        spec: what the model was loaded from, for a process of its own; a GPU needs none.
+        spec: the source of the model, for the separate process; a GPU needs none.
         revision: its revision.
 
     Raises:
@@ -98,7 +98,7 @@ def _growth(model: Any, length: int, cache: Callable[[], Any]) -> int:
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(
         model.device
     )
-    # What the first call loads or compiles belongs to no prompt.
+    # Exclude the memory of modules and kernels that the first call loads or compiles.
     model(ids[:, :_WARM], past_key_values=cache(), use_cache=True, logits_to_keep=1)
     before = high_water_mark(model.device, reset=True)
     model(ids, past_key_values=cache(), use_cache=True, logits_to_keep=1)

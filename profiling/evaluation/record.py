@@ -30,7 +30,7 @@ def record_of(
     loaded: LoadedModel,
     command: str,
 ) -> dict[str, Any]:
-    """Everything that was measured, and what it was measured with."""
+    """Return all measurements, with the model, artifact, settings and environment."""
     device = str(loaded.model.device)
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     return {
@@ -55,17 +55,17 @@ def record_of(
 
 
 def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
-    made = methods.make(name, length)
+    method = methods.make(name, length)
     description, source = methods.says(name)
     return {
         "name": name,
         "length": length,
-        "density": made.density,
-        "kept": made.kept,
-        "sizes": made.sizes,
+        "density": method.density,
+        "kept": method.kept,
+        "sizes": method.sizes,
         "says": description,
         "source": source,
-        "identity": made.identity,
+        "identity": method.identity,
     }
 
 

@@ -49,20 +49,20 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         The content of evaluation.json.
 
     Raises:
-        HeadwiseError: anything that the user has to put right.
+        HeadwiseError: any error that the user has to correct.
     """
     one_process("headwise evaluate")
-    first, *further = config.configs
+    first, *other_paths = config.configs
     artifact, arrays = load_pair(first)
-    beside = beside_of(further, artifact)
-    quality = quality_of(config, artifact, tuple(beside))
-    _check(config, artifact, quality, method_names(artifact, beside))
+    other_artifacts = beside_of(other_paths, artifact)
+    quality = quality_of(config, artifact, tuple(other_artifacts))
+    _check(config, artifact, quality, method_names(artifact, other_artifacts))
     if loaded is None:
         config = settled(config)
         loaded = load_model(
             config.model, dtype=config.dtype, device=config.device, revision=config.revision
         )
-    for each in (artifact, *(other for other, _ in beside.values())):
+    for each in (artifact, *(other for other, _ in other_artifacts.values())):
         check(each.model, loaded.model)
     with open_ledger(config.out, fresh=config.fresh) as ledger:
         methods = Methods(
@@ -71,7 +71,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
             arrays,
             share=quality.share,
             density=quality.density,
-            beside=beside,
+            beside=other_artifacts,
             ledger=ledger,
         )
         measured = evaluate(quality, loaded, methods, ledger)
@@ -86,7 +86,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
 
 
 def _check(config: Config, artifact: Artifact, quality: Evaluation, known: tuple[str, ...]) -> None:
-    """Raise HeadwiseError for what the artifact cannot be asked, before a model is loaded."""
+    """Raise HeadwiseError for requests that the artifact cannot serve, before a model is loaded."""
     check_lengths(artifact, quality.lengths)
     if config.attach:
         check_writable(config.configs[0])
@@ -104,7 +104,7 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
         beside: names of the other artifacts.
     """
     quick = config.quick
-    known = method_names(artifact, beside)
+    names = method_names(artifact, beside)
     tasks: Sequence[str] = config.tasks or ()
     lengths: Sequence[int] = config.length or ()
     if quick:
@@ -113,11 +113,11 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
         usual_samples = Evaluation.samples
     samples = config.samples or usual_samples
     if quick:
-        usual: Sequence[str] = _QUICK_METHODS
+        default: Sequence[str] = _QUICK_METHODS
     else:
-        usual = DEFAULT_METHODS
+        default = DEFAULT_METHODS
     if config.speed_only:
-        usual = _SPEED_METHODS
+        default = _SPEED_METHODS
         lengths = lengths or [artifact.model.max_positions]
     else:
         tasks = tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS)
@@ -125,9 +125,9 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     if config.text:
         tasks = [f"{task}:{config.text}" if task == GRID else task for task in tasks]
         tasks = [*tasks, f"text:{config.text}"]
-    methods = config.methods or tuple(name for name in usual if name in known)
+    methods = config.methods or tuple(name for name in default if name in names)
     if "all" in methods:
-        methods = known
+        methods = names
     usual_depths: tuple[float, ...] = DEPTHS
     if quick:
         usual_depths = _QUICK_DEPTHS
@@ -145,7 +145,7 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
 
 
 def _usual_length(config: Config, artifact: Artifact) -> int:
-    """The model's positions; with --quick fewer, but never what the artifact serves densely."""
+    """The model's positions; fewer with --quick, but never a length that is served densely."""
     longest = artifact.model.max_positions
     if config.quick:
         return min(max(_QUICK_LENGTH, artifact.prefill.dense_below), longest)
@@ -158,15 +158,15 @@ def _timed(
     if not config.speed:
         return None
     short = config.quick or config.speed_only
-    usual = Speed.repeats
+    default = Speed.repeats
     if config.speed_only:
-        usual = LEAST
+        default = LEAST
     if config.quick:
-        usual = _QUICK_REPEATS
+        default = _QUICK_REPEATS
     speed = Speed(
         lengths=quality.lengths,
         methods=quality.methods,
-        repeats=config.repeats or usual,
+        repeats=config.repeats or default,
         steps=config.steps,
         decode=not config.speed_only,
         memory=config.memory and not short,

@@ -1,7 +1,7 @@
 """Speed of methods next to both dense attentions: prefill, attention, decode.
 
-Every method's times stand next to those that dense attention had in the same rounds, by the default
-attention and by Headwise's kernel: speeds of unlike rounds are never divided by each other.
+Every method's times are listed with those of dense attention in the same rounds, by the default
+attention and by Headwise's kernel. Speeds of different rounds are never divided by each other.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def attention_seconds(
     layers = sorted(set.intersection(*(set(each) for each in plans.values())))
     if not layers:
         return {}
-    asked = Asked(tokens=length, plans=plans, sdpa=True)
-    (timings,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [asked], layers)
+    request = Asked(tokens=length, plans=plans, sdpa=True)
+    (timings,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [request], layers)
     dense = {SDPA: MODEL, ANCHOR: KERNEL}
     return {dense.get(name, name): seconds for name, seconds in timings.seconds.items()}
 

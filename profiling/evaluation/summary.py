@@ -231,9 +231,9 @@ def _with_verdicts(estimates: Sequence[Estimate]) -> list[Estimate]:
                 verdict = "better"
             else:
                 verdict = "worse"
-        # The least p that so many units can have, at its place among the comparisons.
-        least = 2.0 ** (1 - estimate.count)
-        few = (len(ordered) - bisect_left(ordered, least)) * least >= 1 - CONFIDENCE
+        # The smallest p possible with this number of units, at its rank among the comparisons.
+        smallest = 2.0 ** (1 - estimate.count)
+        few = (len(ordered) - bisect_left(ordered, smallest)) * smallest >= 1 - CONFIDENCE
         judged[at] = replace(estimate, corrected=p, verdict=verdict, few=not verdict and few)
     return judged
 
@@ -255,13 +255,13 @@ class Curve:
 
 def curves(rows: Sequence[Row]) -> list[Curve]:
     """Perplexity by position for each text, length and method that has it."""
-    found = []
+    result = []
     for (task, length), methods in _by_place(rows).items():
         for method, own in methods.items():
             blocks = [row.blocks for row in own if row.measure == PERPLEXITY]
             if blocks:
                 mean = np.exp(np.mean(blocks, axis=0))
-                found.append(
+                result.append(
                     Curve(
                         task=task,
                         length=length,
@@ -270,7 +270,7 @@ def curves(rows: Sequence[Row]) -> list[Curve]:
                         perplexity=tuple(mean.tolist()),
                     )
                 )
-    return found
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ _AFTER = {
     _CACHE: "keys and values after the prompt",
     _PEAK: "peak memory of a prefill on top of the model's",
 }
-# Columns that say what a method is, and nothing that was measured.
+# Columns that describe a method, without measurements.
 _SIZES = (_DENSITY, _KEPT)
 
 
@@ -65,7 +65,7 @@ class Table:
     """All methods at one length; columns without any value and methods without any are left out.
 
     Attributes:
-        columns: what each means, by name.
+        columns: meanings by column name.
         rows: cells by column of each method, by name.
     """
 
@@ -145,7 +145,7 @@ def _methods_at(record: Mapping[str, Any], length: int) -> list[dict[str, Any]]:
 
 
 def _times(record: Mapping[str, Any], name: str, length: int) -> dict[str, Cell]:
-    """Cells of a method's times, as far as they were measured."""
+    """Return the cells of a method's measured times."""
     texts: dict[str, str] = {}
     if timed := entry_of(record["prefill"], name, length):
         texts[_FIRST_TOKEN] = f"{timed['seconds']:.3f}"

@@ -28,7 +28,7 @@ _DENSE = (MODEL, KERNEL)
 # Whose decode differs from dense attention's only by Headwise's own growing cache: one of them is
 # enough.
 _PLAIN = (*_DENSE, HEADWISE)
-# Raised where what is kept of a measurement changes.
+# Increment if the stored form of a measurement changes.
 _VERSION = 3
 
 
@@ -37,8 +37,8 @@ class Times:
     """Measurements by (method, length); memory in bytes.
 
     Attributes:
-        attention: seconds of attention alone of a method with patterns, and of both dense ones
-            beside it, by name.
+        attention: seconds of attention alone, by name: a method with patterns, and both dense
+            attentions timed with it.
     """
 
     prefill: dict[tuple[str, int], Timed]
@@ -57,10 +57,11 @@ def measure(
     revision: str | None,
     again: bool,
 ) -> Times:
-    """Measure what the ledger lacks for this machine, or everything `again`.
+    """Measure the times that the ledger lacks for this machine, or all of them if `again`.
 
     Args:
-        spec, revision: what the model was loaded from.
+        spec: the source that the model was loaded from.
+        revision: its revision.
     """
     return _Clock(config, loaded, methods, ledger, again).run(
         lambda m, at: peak_of(loaded, m, at, spec=spec, revision=revision)
@@ -96,21 +97,21 @@ class _Clock:
         total = (2 + config.decode) * len(config.lengths) + config.memory
         with phase("speed", total, "measurements") as shown:
             for length in config.lengths:
-                made = [
+                methods = [
                     self._methods.make(name, length)
                     for name in dict.fromkeys((*_DENSE, *config.methods))
                 ]
-                prefill |= self._timed("prefill", made, length)
+                prefill |= self._timed("prefill", methods, length)
                 shown.update()
-                attention |= self._attention(made, length)
+                attention |= self._attention(methods, length)
                 shown.update()
                 if config.decode:
                     decode |= self._timed(
-                        "decode", [m for m in made if m.evicts or m.name in _PLAIN], length
+                        "decode", [m for m in methods if m.evicts or m.name in _PLAIN], length
                     )
                     shown.update()
                 if config.memory and length == longest:
-                    for method in made:
+                    for method in methods:
                         memory[method.name, length] = self._kept(
                             "memory", length, method.identity, partial(peak, method, length)
                         )

@@ -77,7 +77,7 @@ class HeadwiseLM(HFLM):
         if not any(apart):
             return list(super()._loglikelihood_tokens(requests, disable_tqdm, override_bs))
         scores: dict[int, tuple[float, bool]] = {}
-        usual: Any = vars(self)["batch_size_per_gpu"]
+        batch_size: Any = vars(self)["batch_size_per_gpu"]
         for long in (False, True):
             numbers = [number for number, own in enumerate(apart) if own is long]
             if not numbers:
@@ -86,14 +86,14 @@ class HeadwiseLM(HFLM):
             if long:
                 self.batch_size_per_gpu = 1
             else:
-                self.batch_size_per_gpu = usual
+                self.batch_size_per_gpu = batch_size
             try:
                 size = override_bs
                 if long:
                     size = 1
                 done = super()._loglikelihood_tokens(group, disable_tqdm, size)
             finally:
-                self.batch_size_per_gpu = usual
+                self.batch_size_per_gpu = batch_size
             scores.update(zip(numbers, done, strict=True))
         return [scores[number] for number in range(len(requests))]
 
@@ -103,8 +103,8 @@ class HeadwiseLM(HFLM):
         """Generate as HFLM does, with the artifact's cache; batches are left-padded and masked."""
         if self._handle is not None:
             given.setdefault("past_key_values", self._handle.new_cache())
-        made: torch.Tensor = super()._model_generate(context, max_length, stop, **given)
-        return made
+        generated: torch.Tensor = super()._model_generate(context, max_length, stop, **given)
+        return generated
 
     def get_model_info(self) -> dict[str, Any]:
         """Report HFLM's info with the artifact's hash and the attention calls served so far."""

@@ -55,8 +55,8 @@ class LayerInputs:
 
 
 Visit = Callable[[LayerInputs], Tensor | None]
-"""Is shown a layer's inputs; an output (1, H, S, E) that it returns goes on in place of dense
-attention's."""
+"""Receives a layer's inputs. An output (1, H, S, E) that it returns replaces that of dense
+attention."""
 
 
 def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
@@ -64,10 +64,10 @@ def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
 
     Args:
         model: any transformers causal model whose attention goes through AttentionInterface. It is
-            left as it was, also where `visit` raises.
+            left unchanged, also if `visit` raises.
         input_ids: (1, S) on the model's device, without padding.
-        visit: may do anything but write to the tensors. The pass goes on with the output that it
-            returns, or with dense attention's where it returns None.
+        visit: may do anything but write to the tensors. The pass continues with the output that it
+            returns, or with that of dense attention if it returns None.
 
     Raises:
         HeadwiseError: no attention arrives, or one that is not causal or has a bias.
@@ -116,7 +116,7 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 @dataclass(eq=False)
 class Run:
-    """One pass: what is called for each layer, how many there were, and the masks that it made."""
+    """One pass: the function called for each layer, the number of layers, and the masks it made."""
 
     visit: Visit
     visits: int = 0
@@ -180,7 +180,7 @@ def layer_mask(
 ) -> Tensor | None:
     """Return None for a causal layer, else the mask's shape over one element.
 
-    The element stands for the LayerMask.
+    The element represents the LayerMask.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -191,8 +191,8 @@ def layer_mask(
             "the model's mask is not plainly causal over the prompt: Headwise is for causal models"
         )
     standin = torch.ones(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
-    made = LayerMask(standin, mask_function, local_size, bool(kwargs.get("use_vmap")))
-    _run.get().masks[standin.untyped_storage().data_ptr()] = made
+    mask = LayerMask(standin, mask_function, local_size, bool(kwargs.get("use_vmap")))
+    _run.get().masks[standin.untyped_storage().data_ptr()] = mask
     return standin.expand(batch_size, 1, q_length, kv_length)
 
 

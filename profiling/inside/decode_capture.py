@@ -1,6 +1,6 @@
 """Hands out queries, keys and values of every attention layer at each step of decoding.
 
-Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and what was decoded so far), D
+Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and tokens decoded so far), D
 head dim, E value dim; batch 1.
 
 The prompt but for its end is prefilled densely, with memory linear in S; then tokens are fed one at
@@ -82,7 +82,7 @@ def capture_decode(
         steps: how many, at least 1.
         tail: how many of the prompt's tokens before its last one are fed singly as well; these are
             steps -tail to -1.
-        continuation: new tokens that are given; after them the model's own follow, chosen greedily.
+        continuation: first new tokens; the model's own follow, decoded greedily.
         avoid: tokens that the model may not choose, such as those that end a text.
 
     Returns:
@@ -96,8 +96,8 @@ def capture_decode(
         raise ValueError(f"steps and tail do not fit {length} tokens, got {steps} and {tail}")
     windows: dict[int, int | None] = {}
     start = length - 1 - tail
-    given = input_ids[0].tolist()
-    made = list[int]()
+    prompt_ids = input_ids[0].tolist()
+    new_tokens = list[int]()
     with torch.inference_mode():
         cache = capture_prefill(
             model,
@@ -111,18 +111,18 @@ def capture_decode(
                 for step in range(-tail, steps):
                     run.step = step
                     if step > 0:
-                        fed = made[step - 1]
+                        fed = new_tokens[step - 1]
                     else:
-                        fed = given[length - 1 + step]
+                        fed = prompt_ids[length - 1 + step]
                     ids = torch.tensor([[fed]], device=input_ids.device, dtype=torch.long)
                     output = model(input_ids=ids, past_key_values=cache, use_cache=True)
                     cache = output.past_key_values
                     done(step)
                     if step >= 0:
-                        made.append(_next(output.logits[0, -1], step, continuation, avoid))
+                        new_tokens.append(_next(output.logits[0, -1], step, continuation, avoid))
         finally:
             _run.reset(token)
-    return tuple(made)
+    return tuple(new_tokens)
 
 
 def _next(logits: Tensor, step: int, continuation: Sequence[int], avoid: Collection[int]) -> int:

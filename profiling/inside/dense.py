@@ -24,7 +24,7 @@ _SCORES = 1 << 24
 class LayerMask:
     """A local causal mask made in blocks: no query sees a key `local_size` or more tokens back.
 
-    `standin` is the one element that stands for it while the model hands it around.
+    `standin` is the one-element placeholder that the model passes around in its place.
     """
 
     standin: Tensor
@@ -36,7 +36,7 @@ class LayerMask:
         """(1, 1, queries, keys) bool, True where the query sees the key."""
         from transformers.masking_utils import sdpa_mask
 
-        made = sdpa_mask(
+        block = sdpa_mask(
             batch_size=1,
             q_length=len(queries),
             kv_length=len(keys),
@@ -47,8 +47,8 @@ class LayerMask:
             use_vmap=self.use_vmap,
             device=self.standin.device,
         )
-        assert made is not None
-        return made
+        assert block is not None
+        return block
 
 
 def blockwise_attention(
@@ -61,7 +61,7 @@ def blockwise_attention(
     sinks: Tensor | None = None,
     mask: LayerMask | None = None,
 ) -> Tensor:
-    """softmax(softcap(scale q k^T) under the mask, beside the sinks) v; causal without a mask.
+    """softmax(softcap(scale q k^T) under the mask, with the sinks) v; causal without a mask.
 
     Args:
         q: (1, H, S, D).

@@ -55,7 +55,7 @@ class LayerGradients:
     Attributes:
         out: (1, H, S, E) dense attention's output.
         lse: (1, H, S) its log-sum-exp.
-        by_out: (1, H, S, E) the gradient of the loss by `out`: adding d to what a head puts out at
+        by_out: (1, H, S, E) the gradient of the loss by `out`: adding d to a head's output at
             token t adds by_out[t] . d to the loss, to first order.
     """
 
@@ -74,7 +74,7 @@ class DensePass:
         likeliest: (S - 1,) the likeliest in its place. Where some tokens are marked as an answer's,
             both are of these and of those after the positions that are kept.
         log_probs: (P, V) fp16 at the positions that were asked for.
-        gradients: whether layers were visited on the way back; if not, `fault` says why.
+        gradients: whether layers were visited on the way back; if not, `fault` is the reason.
     """
 
     nll: Tensor
@@ -96,7 +96,7 @@ def gradient_pass(
 ) -> DensePass:
     """Run forward and back over a prompt; call `visit` for each wanted layer, the last first.
 
-    Layers with a window of their own are left to torch and not visited.
+    Sliding-window layers are left to torch and not visited.
 
     The loss is the sum of -log p over all tokens; where some are marked as an answer's, it is the
     sum of -log(p/(1-p)) over those alone: log-odds do not go flat where the model is sure of its
@@ -108,7 +108,7 @@ def gradient_pass(
         input_ids: (1, S) on the model's device, without padding.
         answers: (S,) bool, which tokens are an answer's; all False for a text.
         visit: may do anything but write to the tensors.
-        wanted: whether a layer is visited, from what it attends with; what this raises ends the
+        wanted: whether a layer is visited, from its inputs; an exception that it raises ends the
             pass.
         keep: (P,) positions whose predictions of the next token are returned.
         backend: the attention backend, as for kernels.attention.sparse_attention.
@@ -116,7 +116,7 @@ def gradient_pass(
     if keep is None:
         keep = torch.zeros(0, dtype=torch.long, device=input_ids.device)
     run = Run(lambda inputs: None)
-    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    outputs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         inputs, mask = inputs_of(run, module, *args, **kwargs)
@@ -127,7 +127,7 @@ def gradient_pass(
             watch = visit
         else:
             watch = None
-        out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, kept, watch, backend)
+        out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, outputs, watch, backend)
         return out.transpose(1, 2).contiguous(), None
 
     with (
@@ -138,7 +138,7 @@ def gradient_pass(
         _frozen(model),
     ):
         head = _head_of(model, input_ids[:, :_TRIED])
-        kept.clear()
+        outputs.clear()
         run.visits = 0
         with _entry(model) as entered:
             states = _states(model, input_ids)
@@ -176,7 +176,7 @@ class _Dense(torch.autograd.Function):
         visit: Callable[[LayerGradients], None] | None,
         backend: str,
     ) -> Tensor:
-        # Computed once: what a layer put out is at hand when it is computed again.
+        # Computed once: a layer's output is reused when the layer is recomputed.
         if inputs.layer not in kept:
             kept[inputs.layer] = dense_of_layer(inputs, backend=backend)
         ctx.save_for_backward(q, k, v)
@@ -187,14 +187,14 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (by_out,) = gradients
-        inputs, kept, visit = ctx.about
+        inputs, cached, visit = ctx.about
         q, k, v = ctx.saved_tensors
-        out, lse = kept.pop(inputs.layer)
+        out, lse = cached.pop(inputs.layer)
         if visit is not None:
             inputs = replace(inputs, q=q.detach(), k=k.detach(), v=v.detach())
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
         # With learned sinks too: they are in the output and in the log-sum-exp, and have no value
-        # of their own.
+        # vectors.
         gradients_of_inputs = attention_gradients(
             q,
             k,
@@ -229,18 +229,18 @@ def _losses(
     width = head(states[:, :1]).shape[-1]
     nll = torch.full((length,), torch.nan, device=states.device, dtype=torch.float32)
     likeliest = torch.zeros(length, dtype=torch.long, device=states.device)
-    kept = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
-    # Where some tokens are answers, nobody asks for what is predicted of the others: logits are
-    # what costs here.
+    log_probs = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
+    # If some tokens are answers, predictions of the other tokens are not needed, and logits are
+    # the main cost here.
     before = answers[1:].nonzero()[:, 0]
-    asked = torch.arange(length + 1, device=states.device)
+    needed = torch.arange(length + 1, device=states.device)
     if len(before):
-        asked = torch.cat([keep, before]).unique()
-    for positions in asked.split(max(1, _LOGITS // width)):
+        needed = torch.cat([keep, before]).unique()
+    for positions in needed.split(max(1, _LOGITS // width)):
         part = states[:, positions].requires_grad_(True)
         logits = head(part)[0].float()
         here = torch.isin(keep, positions)
-        kept[here] = (
+        log_probs[here] = (
             logits.detach()[torch.searchsorted(positions, keep[here])]
             .log_softmax(-1)
             .clamp_min_(-1e4)
@@ -262,26 +262,28 @@ def _losses(
             loss = lost.sum()
         if loss.requires_grad and len(rows):
             gradient[:, positions] = torch.autograd.grad(loss, part)[0]
-    return gradient, nll, likeliest, kept
+    return gradient, nll, likeliest, log_probs
 
 
 @torch.no_grad()
 def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str) -> DensePass:
-    """Make a DensePass without gradients, where a model gives none."""
+    """Make a DensePass without gradients, for a model that has none."""
     logits = model(input_ids=input_ids, use_cache=False).logits[0]
     targets = input_ids[0, 1:].to(logits.device)
     parts = list(zip(logits[:-1].split(512), targets.split(512), strict=True))
     nll = torch.cat([cross_entropy(a.float(), b, reduction="none") for a, b in parts])
     likeliest = logits[:-1].argmax(-1)
-    kept = logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half()
-    return DensePass(nll=nll, likeliest=likeliest, log_probs=kept, gradients=False, fault=fault)
+    log_probs = logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half()
+    return DensePass(
+        nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=False, fault=fault
+    )
 
 
 @torch.no_grad()
 def _head_of(model: PreTrainedModel, input_ids: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Find the map from last hidden states to logits: linear, with the config's soft-cap or factor.
 
-    None where that does not come to the model's own logits.
+    None if the result differs from the model's own logits.
     """
     head = model.get_output_embeddings()
     config = text_config(model)

@@ -30,7 +30,7 @@ class Fidelity:
     Attributes:
         error: relative L2 distance of the output.
         recall: attention mass kept.
-        density: share of the causal tiles computed, those that skip-softmax skips by half.
+        density: fraction of the causal tiles computed; a tile that skip-softmax skips counts half.
     """
 
     error: np.ndarray

@@ -46,8 +46,8 @@ class ResidualStream:
 
         Args:
             at: the token, or tokens in the last dimension but one, that the changes are of; the
-                newest if not given. What a change comes to once added is this times `gain` after
-                the block.
+                newest by default. The size of a change once added is this times `gain` after the
+                block.
         """
         written = _project(self._modules[layer], change, self._dtype)
         return written.square().sum(-1) / self._sizes[layer][at]
@@ -55,7 +55,7 @@ class ResidualStream:
     def by_head(self, layer: int, change: Tensor, at: slice = slice(None)) -> Tensor:
         """Compute squared sizes of changes (H, C, S, E) of heads, relative to the stream's: (H, C).
 
-        What they come to once added is this times `gain` after the block.
+        Their size once added is this times `gain` after the block.
         """
         heads, _, _, width = change.shape
         if layer not in self._grams:
@@ -120,7 +120,7 @@ class ResidualStream:
 
     def _scales(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            # Other norms of a block take sums, which are tensors of their own.
+            # Other norms of a block take sums, which are new tensors.
             if layer in self._written:
                 written = self._written[layer]()
             else:
@@ -151,7 +151,7 @@ def _project(module: nn.Module, change: Tensor, dtype: torch.dtype) -> Tensor:
                 return linear(change.to(weight.dtype), weight).float()
             if type(child).__name__ == "Conv1D":
                 return (change.to(weight.dtype) @ weight).float()
-        # Quantised, or wrapped around a projection: what it makes of nothing is its bias.
+        # Quantized, or wrapped around a projection: its output for zeros is its bias.
         change = change.to(dtype)
         return (child(change) - child(torch.zeros_like(change))).float()
     return change

@@ -19,7 +19,7 @@ def cache_folder() -> Path:
 def made_once(kind: str, key: str, make: Callable[[Path], None], *, name: str) -> Path:
     """The folder `kind/key` of the cache folder, made by `make` where it is not there yet.
 
-    A conversion is made beside its place and renamed into it under a lock that dies with its
+    A conversion is made next to its place and renamed into it under a lock that dies with its
     process: an interrupted one leaves nothing that counts, and of two at once one waits for the
     other.
 
@@ -37,18 +37,18 @@ def made_once(kind: str, key: str, make: Callable[[Path], None], *, name: str) -
     try:
         root.mkdir(parents=True, exist_ok=True)
         target = root / key
-        beside = root / f"{key}.part"
+        unfinished = root / f"{key}.part"
         if target.is_dir():
             return target
         with FileLock(root / f"{key}.lock"):
             if target.is_dir():
                 return target
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             try:
-                make(beside)
-                os.rename(beside, target)
+                make(unfinished)
+                os.rename(unfinished, target)
             finally:
-                shutil.rmtree(beside, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         reason = one_line(error.strerror or str(error)).lower()
         raise HeadwiseError(

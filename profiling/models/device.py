@@ -49,17 +49,17 @@ def settled(config: Config, model: Any = None, *, quiet: bool = False) -> Config
     Raises:
         HeadwiseError: the device cannot be used.
     """
-    asked: Any = config
+    untyped: Any = config
     if model is not None:
-        return replace(asked, device=device_of(model), dtype=dtype_of(model))
-    device = resolve_device(asked.device)
+        return replace(untyped, device=device_of(model), dtype=dtype_of(model))
+    device = resolve_device(untyped.device)
     check_device(device)
     if not quiet and command.verbosity >= 0:
         print(f"device: {described(device)}", file=sys.stderr, flush=True)
-    dtype = asked.dtype
+    dtype = untyped.dtype
     if dtype == "auto":
         dtype = default_dtype(device)
-    decided: Config = replace(asked, device=device, dtype=dtype)
+    decided: Config = replace(untyped, device=device, dtype=dtype)
     return decided
 
 

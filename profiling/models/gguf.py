@@ -28,7 +28,7 @@ _TEXT = 8
 _ARRAY = 9
 # Of a model's name, in characters.
 _LONGEST_NAME = 100
-# Part of the key: raise it when a conversion gives other files than before.
+# Part of the key: increment it if a conversion writes different files than before.
 _FORMAT = 1
 
 
@@ -149,7 +149,7 @@ def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
     """Convert a GGUF file, in `parts`, into a folder with weights in `dtype` and tokenizer.
 
     Args:
-        parts: the file, or what it was cut into, in order.
+        parts: the file, or its split files in order.
         name: of the model, for messages.
         dtype: of the weights, by torch's name.
 
@@ -212,7 +212,7 @@ def _arguments(file: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The conversion's progress bar only for a person to see: it has no switch of its own."""
+    """Show the conversion's progress bar only on a terminal: it has no switch for it."""
     if sys.stderr.isatty():
         yield
         return

@@ -97,10 +97,10 @@ def load_model(
         model, tokenizer = _load(source, dtype, _placement(device, max_memory))
     model = (model if max_memory else model.to(device)).eval()
     if (embeddings := model.get_input_embeddings().weight).is_meta:
-        least = embeddings.nbytes / 2**20
+        mebibytes = embeddings.nbytes / 2**20
         raise HeadwiseError(
             f"--max-memory of {max_memory:,} bytes is too little for {source.name}: its embeddings "
-            f"take {least:.0f} MiB"
+            f"take {mebibytes:.0f} MiB"
         )
     check_attention(model, source.name)
     return LoadedModel(model, tokenizer, source.name, source.revision or commit_of(model))
@@ -109,7 +109,7 @@ def load_model(
 def check_attention(model: Any, name: str) -> None:
     """Raise HeadwiseError for a model whose attention cannot be reached, or is not causal.
 
-    Two tokens show what a long prompt would only show after minutes."""
+    Two tokens reveal an error that a long prompt would reveal only after minutes."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
         capture(model, tokens, lambda inputs: None)
@@ -138,7 +138,7 @@ def load_config(spec: str, *, revision: str | None = None) -> Any:
 
 
 def name_of(spec: str, *, revision: str | None = None) -> str:
-    """The name that load_model gives a model, without loading it; errors as there."""
+    """Return the name that load_model assigns, without loading the model; same errors."""
     return _find(spec, revision).name
 
 
@@ -207,7 +207,7 @@ def _check_folder(path: Path, spec: str) -> None:
 
 
 def _placement(device: str, max_memory: int | None) -> dict[str, Any]:
-    """Arguments for transformers to keep so many bytes of weights on a device."""
+    """Return arguments for transformers that limit the bytes of weights on a device."""
     if max_memory is None:
         return {}
     at = torch.device(device)

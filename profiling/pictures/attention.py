@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from profiling.models.loading import LoadedModel
     from profiling.prompts.prompt import Prompt
 
-# A map has at most so many cells a side, however long the prompt.
+# Maximum number of cells on each side of a map, for any length of the prompt.
 _CELLS = 128
 # Fractions of a query's attention below this are drawn like it.
 _FAINTEST = 1e-4
-# How far what is not computed is washed out.
+# How much the tiles that are not computed are lightened.
 _WASH = 0.85
 
 
@@ -153,12 +153,12 @@ def _pattern_fields(
         attend(AttentionCall(inputs.q, inputs.k, inputs.v, which, **options))
         for which in (whole, index)
     )
-    kept = (lse - dense_lse)[0, head].exp().clamp(max=1.0)
+    recall = (lse - dense_lse)[0, head].exp().clamp(max=1.0)
     return {
         "pattern": row[head],
         "computed": cover(index, head, cell).cpu().numpy(),
         "density": float(index.density()[0, head]),
-        "recall": float(kept.mean()),
+        "recall": float(recall.mean()),
     }
 
 

@@ -48,20 +48,20 @@ def new_figure(width: float, height: float, caption: str, *, layout: Layout = "c
 
 
 def wrapped(text: str, width: float, size: float) -> list[str]:
-    """Break a text into lines that fit a width in inches, in type of so many points."""
-    most = int(width * _CHARACTERS * 6 / size)
-    return [line for part in text.splitlines() for line in textwrap.wrap(part, most)]
+    """Break a text into lines that fit a width in inches, at a font size in points."""
+    limit = int(width * _CHARACTERS * 6 / size)
+    return [line for part in text.splitlines() for line in textwrap.wrap(part, limit)]
 
 
 def legend_columns(labels: Iterable[str], width: float, size: float) -> int:
-    """Count the columns of a legend that fit a width in inches, in type of so many points."""
+    """Count the columns of a legend that fit a width in inches, at a font size in points."""
     # A handle and the space around it are as wide as about six characters.
     widest = max(map(len, labels), default=0) + 6
     return max(1, int(width * _CHARACTERS * 6 / size / widest))
 
 
 def save(figure: Any, stem: Path) -> list[Path]:
-    """Write <stem>.png and <stem>.svg; the same figure gives the same bytes."""
+    """Write <stem>.png and <stem>.svg; equal figures yield equal bytes."""
     paths = []
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
         data = io.BytesIO()

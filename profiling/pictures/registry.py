@@ -29,7 +29,7 @@ _MODULES = tuple(f"profiling.pictures.{name}" for name in ("similarity", "attent
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
-    """What pictures are drawn from; None for what was not given.
+    """The sources of pictures; an absent one is None.
 
     Attributes:
         command: the command line, for captions.
@@ -81,7 +81,7 @@ class Picture:
     """A registered picture.
 
     Attributes:
-        of: what it is drawn from.
+        of: kind of its source.
         draw: the function.
     """
 

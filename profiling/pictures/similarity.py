@@ -196,7 +196,7 @@ def _outline(corner: tuple[float, float], width: float, height: float) -> Any:
 
 def _caption(source: Source, task: str | None) -> str:
     about = _profile(source).about
-    made = {
+    texts = {
         entry["name"]: entry["sha256"][:8]
         for entry in about["tasks"]
         if task in (None, entry["name"])
@@ -207,7 +207,7 @@ def _caption(source: Source, task: str | None) -> str:
             f"{about['steps']} "
             f"decode steps of {about['samples']} prompts a task; {about['dtype']} on "
             f"{about['device']}",
-            "prompts: " + ", ".join(f"{name} ({digest})" for name, digest in made.items()),
+            "prompts: " + ", ".join(f"{name} ({digest})" for name, digest in texts.items()),
             f"measured: {about['command']}",
             f"drawn: {source.command}",
         ]

@@ -76,21 +76,21 @@ def common_words(
     size, example_often, example_seldom = (20, 3, 1) if short else (40, 10, 3)
     numbers = _Numbers(encode)
     head = encode(_LIST_HEAD)
-    asked = encode(_LIST_QUESTION.format(count=words))
+    question = encode(_LIST_QUESTION.format(count=words))
 
     def make_prompt(rng: random.Random) -> Prompt:
         source = compounds(rng)
         example = _encoded(encode, islice(source, max(size, words + 1)))
         answered = encode(f" {_numbered(list(example)[:words])}\n")
         listed = _shuffled(numbers, example, words, example_often, example_seldom, rng)
-        before = (*head, *listed, *asked, *answered, *head)
-        after = asked
+        before = (*head, *listed, *question, *answered, *head)
+        after = question
         room = length - len(request.ids(before, after))
-        chosen, left = _fitting(encode, source, numbers, words, often, seldom, room)
+        encoded, left = _fitting(encode, source, numbers, words, often, seldom, room)
         if left < 0:
             raise request.too_small(f"give at least {length - left}")
-        body = _shuffled(numbers, chosen, words, often, seldom, rng)
-        right = tuple(chosen)[:words]
+        body = _shuffled(numbers, encoded, words, often, seldom, rng)
+        right = tuple(encoded)[:words]
         return Prompt(
             laid_out(request, before, body, after),
             _numbered(right),
@@ -114,8 +114,8 @@ def frequent_words(request: Request, *, alpha: float = 2.0) -> list[Prompt]:
     encode = request.encode
     length = request.length
     head = encode(_CODE_HEAD)
-    asked = encode(_CODE_QUESTION)
-    room = length - len(request.ids(head, asked))
+    question = encode(_CODE_QUESTION)
+    room = length - len(request.ids(head, question))
 
     def make_prompt(rng: random.Random) -> Prompt:
         words = [_DOTS, *_coded(max(4, length // _TOKENS_A_WORD), rng)]
@@ -148,7 +148,7 @@ def frequent_words(request: Request, *, alpha: float = 2.0) -> list[Prompt]:
         rng.shuffle(text)
         right = tuple(words[1:4])
         return Prompt(
-            laid_out(request, head, *text, asked),
+            laid_out(request, head, *text, question),
             ", ".join(right),
             references=right,
             new_tokens=_CODE_NEW_TOKENS,
@@ -184,17 +184,17 @@ def _fitting(
     room: int,
 ) -> tuple[dict[str, Ids], int]:
     """Take the words that fit, common ones first, and return the tokens left (< 0: none fits)."""
-    chosen = _encoded(encode, islice(source, words))
+    encoded = _encoded(encode, islice(source, words))
     listed = often * words
-    left = room - often * sum(map(len, chosen.values())) - numbers.tokens(1, listed)
+    left = room - often * sum(map(len, encoded.values())) - numbers.tokens(1, listed)
     while True:
         for word, ids in _encoded(encode, islice(source, _BATCH)).items():
             taken = seldom * len(ids) + numbers.tokens(listed + 1, listed + seldom)
             if taken > left:
-                if len(chosen) <= words:
+                if len(encoded) <= words:
                     left -= taken
-                return chosen, left
-            chosen[word] = ids
+                return encoded, left
+            encoded[word] = ids
             left = left - taken
             listed = listed + seldom
 

@@ -19,7 +19,7 @@ from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import sentences
 
 Haystack = Callable[[int, random.Random], list[Ids]]
-# The same few words over and over: nothing in it is like what is hidden.
+# The same few sentences, repeated: nothing in it resembles the hidden pieces.
 NOISE = "\nThe hill is steep. The lake is calm. The road is long. We go there. Then we come back."
 _SENTENCE_END = re.compile("(?<=[.!?\n])(?=\\s)|(?<=[\u3002\uff01\uff1f])")
 # A text without full stops is cut all the same.
@@ -93,7 +93,7 @@ def of(request: Request) -> Haystack:
 
 
 def fill(source: Iterable[Ids], room: int) -> list[Ids]:
-    """Pieces of exactly `room` tokens together; what is too much is cut from the start."""
+    """Return pieces of exactly `room` tokens in total; excess is cut from the start."""
     pieces = []
     count = 0
     for piece in source:
@@ -116,10 +116,10 @@ def hide(
     """The haystack with each thing put between the two pieces that are nearest to its depth.
 
     Args:
-        hidden: what is hidden.
+        hidden: pieces to hide.
         depths: of each, from 0 (after the first piece, which may be cut) to 1 (after the last one).
         pieces: the haystack.
-        start: how many tokens stand before it.
+        start: number of tokens before it.
 
     Returns:
         The ids, and for each thing its half-open range of positions in the whole prompt.

@@ -2,9 +2,9 @@
 
 Generated prompts of another seed are other prompts. Windows of a text may overlap, so the text that
 has been seen is remembered by digests of its tokens, in the artifact too: a renamed or edited file
-is recognized. What is hidden in a text is no part of it, nor are instructions and questions, which
-all prompts of a task share. Every 64th window of 64 tokens is remembered, so no held-out prompt
-shares 127 tokens in a row of its text with what was seen.
+is recognized. Hidden pieces, instructions and questions, which all prompts of a task share, are not
+part of the text. Every 64th window of 64 tokens is remembered, so no held-out prompt shares 127
+tokens in a row of its text with the seen text.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def unseen_prompts(
         length: in tokens.
         samples: number of prompts.
         seed: of the first prompts.
-        seen: what searches looked at.
-        others: what the prompts must not overlap either, where the text is long enough.
+        seen: text that searches have seen.
+        others: further text that the prompts must not overlap if the text is long enough.
     """
     if isinstance(task, str):
         task = parse_task(task)
@@ -133,24 +133,24 @@ def unseen_prompts(
         return Unseen(first, 0)
     taken = Seen(digests=others.digests if others else ())
     new = [prompt for prompt in first if not seen.overlaps(prompt)]
-    chosen = [prompt for prompt in new if not taken.overlaps(prompt)]
-    near = [prompt for prompt in new if prompt not in chosen]
-    taken.add(*chosen)
+    selected = [prompt for prompt in new if not taken.overlaps(prompt)]
+    near = [prompt for prompt in new if prompt not in selected]
+    taken.add(*selected)
     replacements = (
         prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt)
     )
-    while len(chosen) < samples and (prompt := next(replacements, None)) is not None:
+    while len(selected) < samples and (prompt := next(replacements, None)) is not None:
         if taken.overlaps(prompt):
             near.append(prompt)
         else:
-            chosen.append(prompt)
+            selected.append(prompt)
             taken.add(prompt)
-    disjoint = len(chosen) == samples
-    chosen += [prompt for prompt in dict.fromkeys(near) if prompt not in chosen][
-        : samples - len(chosen)
+    disjoint = len(selected) == samples
+    selected += [prompt for prompt in dict.fromkeys(near) if prompt not in selected][
+        : samples - len(selected)
     ]
-    known = [prompt for prompt in first if prompt not in chosen][: samples - len(chosen)]
-    return Unseen(chosen + known, len(known), disjoint)
+    repeated = [prompt for prompt in first if prompt not in selected][: samples - len(selected)]
+    return Unseen(selected + repeated, len(repeated), disjoint)
 
 
 def held_out(
@@ -171,7 +171,7 @@ def held_out(
         length: in tokens.
         samples: prompts of each task, or contexts with all questions that share one.
         seed: the search's.
-        seen: what was looked at.
+        seen: text that searches have seen.
         number: of the set; sets of other numbers have other seeds.
 
     Raises:
@@ -212,6 +212,6 @@ def seeded_prompts(
         )
         others.add(*by_seed[-1].prompts)
     return Unseen(
-        [prompt for made in by_seed for prompt in made.prompts],
-        sum(made.overlapping for made in by_seed),
+        [prompt for batch in by_seed for prompt in batch.prompts],
+        sum(batch.overlapping for batch in by_seed),
     )

@@ -50,9 +50,9 @@ def _prompt(request: Request, hay: Hay, rng: random.Random) -> Prompt:
     )
     encode = request.encode
     head = encode(_HEAD)
-    asked = encode(question)
+    question_ids = encode(question)
     hidden = encode.each(facts)
-    room = request.room(head, asked, *hidden)
+    room = request.room(head, question_ids, *hidden)
     text = hay.tokens(room, rng)
     depths = sorted(rng.randint(0, room) for _ in hidden)
     ids = list(request.ids(head))
@@ -67,7 +67,7 @@ def _prompt(request: Request, hay: Hay, rng: random.Random) -> Prompt:
     finds = Find(f" {b}", spans[0]), Find(f" {c}", spans[1], lead=f". {b}'s {other} is")
     ids += text[done:]
     text_spans = request.text_spans(start, len(ids), spans.values())
-    return Prompt.to_find((*ids, *asked), *finds, text_spans=text_spans)
+    return Prompt.to_find((*ids, *question_ids), *finds, text_spans=text_spans)
 
 
 def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, str, str]]]:

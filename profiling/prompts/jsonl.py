@@ -12,7 +12,7 @@ from profiling.prompts.kind import Prompt, Request, task
 from profiling.prompts.texts import read_text
 
 _FIELDS = ("prompt", "text", "input")
-# JSON can say what no text can hold, and tokenizers fail on it.
+# JSON can encode a lone surrogate, which is not valid text and makes tokenizers fail.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -25,20 +25,21 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 def jsonl(request: Request) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, in random order.
 
-    What is too long loses its start; what is too short is passed over. All lines are read before
-    any is used: a damaged one is found whatever the seed."""
+    A prompt that is too long loses its start; one that is too short is skipped. All lines are read
+    before any is used, so a damaged one is reported for any seed.
+    """
     lines = _lines(request)
     request.rng().shuffle(lines)
     before = len(request.ids())
     room = request.length - before
-    made: list[Prompt] = []
+    prompts: list[Prompt] = []
     longest = 0
     for text, answer in lines:
         ids = request.encode(text)
         longest = max(longest, len(ids) + before)
         if len(ids) >= room > 0:
             references = () if answer is None else (answer,)
-            made.append(
+            prompts.append(
                 Prompt(
                     request.ids(ids[len(ids) - room :]),
                     answer,
@@ -46,10 +47,10 @@ def jsonl(request: Request) -> list[Prompt]:
                     text_spans=((before, request.length),),
                 )
             )
-            if len(made) == request.samples:
-                return made
+            if len(prompts) == request.samples:
+                return prompts
     raise HeadwiseError(
-        f"{request.file.name} has {len(made)} prompts of at least {request.length} tokens, "
+        f"{request.file.name} has {len(prompts)} prompts of at least {request.length} tokens, "
         f"{request.samples} are needed; "
         f"the longest of its {len(lines)} has {longest} tokens"
     )

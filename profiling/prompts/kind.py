@@ -52,7 +52,7 @@ class Prompt:
         finds: where in the prompt the answer lies, in the order in which it is put together; empty
             where unknown.
         metric: how profiling.prompts.metrics scores an answer; `begins` compares with `answer`.
-        references: what the metric compares an answer with, where that is not `answer`.
+        references: texts that the metric compares an answer with, if not `answer`.
         new_tokens: how many tokens the task's authors let a model answer with; at least a few more
             than `answer` has.
         turn: how many of the last ids are fed in a later turn. The ids before them, the context,
@@ -64,7 +64,7 @@ class Prompt:
         labels: which kind of answer each scored range is, where a prompt has several kinds.
         text_spans: half-open ranges of the tokens that come from a text, whose windows in other
             prompts may overlap; empty where the prompt is generated. Joined, they are one window of
-            the text, without what is hidden in it.
+            the text, without the pieces hidden in it.
         task: the task that made the prompt, as Task.name; empty where it was made by hand.
     """
 
@@ -94,7 +94,7 @@ class Prompt:
 
     @property
     def continuation(self) -> str | None:
-        """The answer as text that goes on from the prompt's end, its leading space included."""
+        """The answer as text that continues the prompt, its leading space included."""
         if self.finds:
             return "".join(find.lead + find.expected for find in self.finds)
         if self.answer is None:
@@ -149,7 +149,7 @@ class Request:
         return random.Random(" ".join(map(str, (self.seed, self.name, *numbers))))
 
     def prompts(self, make: Callable[[random.Random], Prompt]) -> list[Prompt]:
-        """All of them, each made of random numbers of its own."""
+        """Make all prompts, each with a separate random generator."""
         return [make(self.rng(number)) for number in range(self.samples)]
 
     def ids(self, *parts: Ids) -> Ids:
@@ -162,7 +162,7 @@ class Request:
         Args:
             start: of the haystack.
             end: of the haystack.
-            hidden: ranges of what is hidden in it.
+            hidden: ranges of the pieces hidden in it.
 
         Returns:
             The ranges between the hidden ones; none where the haystack is generated.
@@ -251,7 +251,7 @@ class TaskSpec:
         metric: how profiling.prompts.metrics scores the answers.
         scored: the metric in words.
         takes_file: whether a task may or must name a file, out of which its prompts are made.
-        has_text: True if the prompts are windows of a text of its own where no file is named.
+        has_text: True if the prompts are windows of a built-in text if no file is named.
         parameters: what may follow an @.
     """
 

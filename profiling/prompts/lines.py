@@ -19,8 +19,8 @@ _ASKED_FIRST = "Question: What is the value of {}? The answer is in the list.\n\
 _ASKED_BACK = "\nThe answer to the question at the start: the value is"
 _BOX = "{} owns the box {}."
 _BOTH = "\nFind the box of the owner first, then the value of the box.\n\n"
-# Worked examples: with fewer, models of some hundred million parameters do not go on to the second
-# stage.
+# Worked examples: with fewer, models of some hundred million parameters do not continue to the
+# second stage.
 _EXAMPLES = 3
 _BATCH = 256
 
@@ -34,7 +34,7 @@ _BATCH = 256
 def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
     """Ask for the number of one word in a list of words with numbers (LongEval's lines).
 
-    With `question_first` the word stands before the list only.
+    With `question_first`, the word is named only before the list.
     """
 
     def make_prompt(rng: random.Random) -> Prompt:
@@ -69,7 +69,7 @@ def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]
 def two_stage_retrieval(request: Request) -> list[Prompt]:
     """Ask for the value of an owner's box, over owners with boxes and boxes with values.
 
-    After OmniKV's 2StageRetr (appendix A): what the second stage looks for is not known before the
+    After OmniKV's 2StageRetr (appendix A): the target of the second stage is not known before the
     first has answered, so tokens that look unimportant while the prompt is read are needed later.
     The answer has to name both.
     """
@@ -125,9 +125,9 @@ def _listed(
     """
     encode = request.encode
     before = encode(head)
-    asked = encode(question)
+    question_ids = encode(question)
     lines = encode.each(needed)
-    room = request.room(before, asked, *lines)
+    room = request.room(before, question_ids, *lines)
     last: list[Ids] = []
     while room > 0:
         items = [more() for _ in range(_BATCH)]
@@ -138,7 +138,7 @@ def _listed(
             room -= sum(map(len, last))
             if room <= 0:
                 break
-    # Only the item that went too far is cut into, so it stands first.
+    # Only the item that exceeds the length is cut, so it comes first.
     order = rng.sample(range(len(lines)), len(lines))
     rng.shuffle(last)
     ids = [*request.ids(before), *flat(last)[-room:]]
@@ -146,4 +146,4 @@ def _listed(
     for at in order:
         spans[at] = (len(ids), len(ids) + len(lines[at]))
         ids += lines[at]
-    return (*ids, *asked), [spans[at] for at in range(len(needed))]
+    return (*ids, *question_ids), [spans[at] for at in range(len(needed))]

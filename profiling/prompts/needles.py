@@ -95,8 +95,8 @@ def _prompt(
         for key in itertools.islice(keys, variant.keys)
         for _ in range(variant.values)
     ]
-    asked = rng.sample(list(dict.fromkeys(key for key, _ in pairs)), variant.asked)
-    right = [at for key in asked for at, pair in enumerate(pairs) if pair[0] == key]
+    targets = rng.sample(list(dict.fromkeys(key for key, _ in pairs)), variant.asked)
+    right = [at for key in targets for at, pair in enumerate(pairs) if pair[0] == key]
 
     if variant.haystack == "text":
         space = " "
@@ -108,7 +108,7 @@ def _prompt(
     else:
         form = _MANY
     head = encode(_HEAD.format(what=variant.value))
-    question = encode(form.format(what=variant.value, keys=_listed(asked)))
+    question = encode(form.format(what=variant.value, keys=_listed(targets)))
     room = request.room(head, question, *hidden)
     if variant.haystack == "noise":
         text = haystacks.noise(encode)

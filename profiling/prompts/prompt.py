@@ -44,15 +44,15 @@ for _file in (
     "variables",
 ):
     import_module(f"profiling.prompts.{_file}")
-# By name: the order does not depend on what was imported first.
+# By name: the order does not depend on the order of imports.
 KINDS: dict[str, TaskSpec] = dict(sorted(REGISTERED.items()))
-# What is evaluated on by default: docs/results.md has the table that they were chosen by. Questions
-# of a later turn share a context: 16 of them cost little more than one.
+# Default tasks of an evaluation; docs/results.md has the table that they were selected by.
+# Questions of a later turn share a context: 16 of them cost little more than one.
 DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
-# What a search calibrates on by default: what it finds by these loses no more of a later turn's
-# answers.
+# Default calibration tasks of a search: artifacts calibrated on these lose no more of the answers
+# of a later turn.
 CALIBRATED_TASKS = ("line_asked", "chain", "prose")
-# What a search is judged on by default: all kinds of answers in one prefill.
+# Default tasks of a search's gate: all kinds of answers in one prefill.
 GATE_TASKS = ("facts", "prose")
 TASKS = ", ".join(KINDS) + " (headwise tasks explains them)"
 
@@ -95,12 +95,12 @@ def parse_task(text: str) -> Task:
             there.
     """
     head, colon, file = text.partition(":")
-    name, at, given = head.partition("@")
+    name, at, values = head.partition("@")
     kind = KINDS.get(name)
     if kind is None or (colon and kind.takes_file == "no"):
         raise HeadwiseError(f"unknown task {shorten(text)}; known: {TASKS}")
     if at:
-        parameters = _parameters(kind, given)
+        parameters = _parameters(kind, values)
     else:
         parameters = ()
     if not file and (colon or kind.takes_file == "must"):
@@ -124,19 +124,19 @@ def parse_name(name: str) -> str:
 
 def _parameters(kind: TaskSpec, text: str) -> tuple[tuple[str, float | int], ...]:
     """`depth=0.5,hops=2` as pairs, in the order of the table: the same task has one name."""
-    known = {parameter.name: parameter for parameter in kind.parameters}
+    by_name = {parameter.name: parameter for parameter in kind.parameters}
     values: dict[str, float | int] = {}
     for item in text.split(","):
         name, equals, value = item.partition("=")
-        if name not in known or not equals or name in values:
+        if name not in by_name or not equals or name in values:
             takes = "it takes none"
-            if known:
-                takes = f"it takes {', '.join(known)}, each once, as in {kind.usage}"
+            if by_name:
+                takes = f"it takes {', '.join(by_name)}, each once, as in {kind.usage}"
             raise HeadwiseError(
                 f"cannot read the parameter {shorten(item)} of the task {kind.name!r}: {takes}"
             )
-        values[name] = known[name].read(value, kind.name)
-    return tuple((name, values[name]) for name in known if name in values)
+        values[name] = by_name[name].read(value, kind.name)
+    return tuple((name, values[name]) for name in by_name if name in values)
 
 
 def make_prompts(
@@ -146,11 +146,11 @@ def make_prompts(
 
     Args:
         task: as parse_task reads it.
-        tokenizer: any transformers tokenizer; what it starts a sequence with counts among the
-            `length` tokens.
+        tokenizer: any transformers tokenizer; its tokens at the start of a sequence count among
+            the `length` tokens.
         length: in tokens.
         samples: how many prompts; different ones.
-        seed: the same seed, tokenizer and file give the same prompts.
+        seed: equal seeds, tokenizers and files yield equal prompts.
 
     Raises:
         HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length
@@ -181,8 +181,8 @@ def per_context(task: str | Task) -> int:
     """Number of prompts of a task that share a context and its prefill."""
     if isinstance(task, str):
         task = parse_task(task)
-    known = {parameter.name for parameter in KINDS[task.kind].parameters}
-    if "questions" in known:
+    names = {parameter.name for parameter in KINDS[task.kind].parameters}
+    if "questions" in names:
         return int(dict(task.parameters).get("questions", 8))
     return 1
 

@@ -1,9 +1,9 @@
 """Prompts that recall far tokens again and again: one prefill, many answers.
 
 A prompt is prefix + head + items. An item is new or comes back to one that began at least a quarter
-of the prompt before it; what it says then follows from that one alone, and these tokens are the
+of the prompt before it; its value then follows from that one alone, and these tokens are the
 prompt's `scored` ranges. They are predicted by the prefill itself, so dense attention of the last
-queries cannot stand in for the pattern. What is too much is cut from the first items, to which
+queries cannot replace the pattern. Excess tokens are cut from the first items, to which
 nothing comes back. The last 128 tokens have no scored range. A form may ask in a later turn as
 well: then several prompts share a context, and the first of them has its scored ranges.
 """
@@ -22,7 +22,7 @@ from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Prompt, Request, tas
 from profiling.prompts.tokens import flat
 from profiling.prompts.words import compounds, words
 
-# Items come back from further than this share of the prompt.
+# Items come back from at least length / FAR tokens before.
 FAR = 4
 # Last tokens without a scored range: more than any dense tail in use.
 _TAIL = 128
@@ -46,7 +46,7 @@ class Again:
     """Form of an item that comes back: text before the value, and after it.
 
     Attributes:
-        gives: whether it gives the value to a new name, as which it is one to come back to.
+        gives: whether it assigns the value to a new name, which may come back later.
         label: of these answers, where a form has several kinds of them.
     """
 
@@ -65,8 +65,8 @@ class Form:
         things: without end, none twice; those of one prompt.
         new: of a thing that is new, text before the value and after it.
         again: of one that comes back, in turn.
-        every: of the items of the second half one in so many comes back.
-        turn: what a later turn asks; empty for nothing.
+        every: one in `every` items of the second half comes back.
+        turn: the question of a later turn; empty for none.
     """
 
     asks: str
@@ -140,10 +140,12 @@ def recalls(request: Request, *, questions: int = 8) -> list[Prompt]:
     """Make prompts of one of FORMS; `questions` share a context where it asks in a later turn."""
     if not FORMS[request.name].turn:
         questions = 1
-    made: list[Prompt] = []
+    prompts: list[Prompt] = []
     for number in range(-(-request.samples // questions)):
-        made += _context(request, min(questions, request.samples - len(made)), request.rng(number))
-    return made
+        prompts += _context(
+            request, min(questions, request.samples - len(prompts)), request.rng(number)
+        )
+    return prompts
 
 
 def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
@@ -161,18 +163,18 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
         size = Counter(map(len, turns)).most_common(1)[0][0]
     room = length - len(head) - size
     ids: list[int] = []
-    # Where each thing began that may come back, in order; what was recalled goes to the end of the
-    # line.
-    known: list[tuple[int, Thing]] = []
+    # The start of each thing that may come back, in order; a recalled thing moves to the end of the
+    # queue.
+    starts: list[tuple[int, Thing]] = []
     lines: dict[Thing, tuple[int, int]] = {}
     scored: list[tuple[int, int, str]] = []
     items = 0
     while len(ids) < room:
-        due = range(bisect_right(known, len(ids) - length // FAR, key=itemgetter(0)))
+        due = range(bisect_right(starts, len(ids) - length // FAR, key=itemgetter(0)))
         back = bool(due) and len(ids) >= room // 2 and items % form.every == 0
         if back:
             again = form.again[len(scored) % len(form.again)]
-            _, thing = known.pop(rng.choice(due))
+            _, thing = starts.pop(rng.choice(due))
             new = next(things)
             before, after = (
                 text.format(name=thing.name, new=new.name) for text in (again.before, again.after)
@@ -190,7 +192,7 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
                 (len(ids) + len(parts[0]), len(ids) + len(parts[0]) + len(parts[1]), again.label)
             )
         if items >= _CUT:
-            known.append((len(ids), said))
+            starts.append((len(ids), said))
             lines[said] = (len(ids), len(ids) + sum(map(len, parts)))
         ids += flat(parts)
         items += 1
@@ -198,15 +200,17 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     shift = len(head) - cut
     ranges = [(shift + start, shift + stop, label) for start, stop, label in scored]
     ranges = [span for span in ranges if span[1] <= length - size - _TAIL]
-    asked = [thing for _, thing in known if len(encode(form.turn.format(name=thing.name))) == size]
-    if room < 1 or not ranges or (size and len(asked) < count):
+    targets = [
+        thing for _, thing in starts if len(encode(form.turn.format(name=thing.name))) == size
+    ]
+    if room < 1 or not ranges or (size and len(targets) < count):
         raise request.too_small(f"nothing can come back in it; try {2 * length}")
     context = (*head, *ids[cut:])
     spans = tuple((start, stop) for start, stop, _ in ranges)
     if not form.turn:
         return [Prompt(context, None, scored=spans)]
     prompts = []
-    for thing in rng.sample(asked, count):
+    for thing in rng.sample(targets, count):
         start, stop = lines[thing]
         find = Find(thing.value, (shift + start, shift + stop))
         prompts.append(

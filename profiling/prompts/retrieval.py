@@ -1,7 +1,8 @@
 """Prompts that ask for one thing out of many: a value by its key, a number hidden in a text.
 
-A prompt is prefix + head + haystack + question. Head and question are whole; what is too much is
-cut from the start of the haystack."""
+A prompt is prefix + head + haystack + question. Head and question are whole; excess tokens are cut
+from the start of the haystack.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _BATCH = 256
 def kv_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
     """Ask for the value of one key in a JSON object of UUIDs.
 
-    With `question_first` the key stands before the object only.
+    With `question_first`, the key is named only before the object.
     """
     return request.prompts(lambda rng: _key_values(request, rng, bool(question_first)))
 
@@ -97,20 +98,20 @@ def _key_values(request: Request, rng: random.Random, first: bool) -> Prompt:
             haystack += ids
         pairs += more
     # UUIDs differ in tokens, so each question leaves other pairs whole.
-    for chosen in rng.sample(range(len(pairs)), len(pairs)):
-        key, value = pairs[chosen]
+    for index in rng.sample(range(len(pairs)), len(pairs)):
+        key, value = pairs[index]
         head = plain
         question = tail + encode(_KV_QUESTION.format(key=key))
         if first:
             head = encode.prefix + encode(_KV_FIRST.format(key=key) + _KV_HEAD)
             question = tail + encode(_KV_BACK)
         cut = len(haystack) + len(head) + len(question) - length
-        if starts[chosen] >= cut:
-            if chosen + 1 < len(starts):
-                end = starts[chosen + 1]
+        if starts[index] >= cut:
+            if index + 1 < len(starts):
+                end = starts[index + 1]
             else:
                 end = len(haystack)
-            span = (len(head) + starts[chosen] - cut, len(head) + end - cut)
+            span = (len(head) + starts[index] - cut, len(head) + end - cut)
             return Prompt.to_find((*head, *haystack[cut:], *question), Find(value, span))
     needed = len(head) + len(question) + len(haystack) // len(pairs)
     raise request.too_small(f"one pair and its question take {needed}")

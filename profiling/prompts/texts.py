@@ -14,8 +14,8 @@ from artifacts import HeadwiseError
 from profiling.prompts.kind import Prompt, Request, task
 from profiling.prompts.tokens import Encoder, Ids
 
-# Folders of the standard library whose docstrings are prose, and how many characters make one worth
-# reading.
+# Folders of the standard library whose docstrings are prose, and the minimum length of a docstring
+# in characters.
 _LIBRARY: tuple[str, ...] = (
     ".",
     "asyncio",
@@ -29,8 +29,6 @@ _LIBRARY: tuple[str, ...] = (
 )
 _LIBRARY += ("multiprocessing", "unittest", "urllib", "xml/dom", "xml/sax")
 _LEAST = 80
-# Tokens before a token by which it is known to be a copy, and the least distance back as a
-# fraction of the text: one in so many.
 # Where statements have others, in the order of their fields.
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
@@ -64,10 +62,11 @@ def _stretches(request: Request, ids: Ids, name: str) -> list[Prompt]:
     # are too few.
     shift = rng.randint(0, len(ids) % room)
     apart = list(range(shift, starts, room))
-    chosen = rng.sample(apart if len(apart) >= samples else range(starts), samples)
+    selected = rng.sample(apart if len(apart) >= samples else range(starts), samples)
     span = (length - room, length)
     return [
-        Prompt(request.ids(ids[start : start + room]), None, text_spans=(span,)) for start in chosen
+        Prompt(request.ids(ids[start : start + room]), None, text_spans=(span,))
+        for start in selected
     ]
 
 

@@ -27,16 +27,16 @@ class Encoder:
 
     def whole(self, text: Callable[[], str]) -> Ids:
         """Encode a long text that is always the same, once for a tokenizer."""
-        known = _WHOLE.setdefault(self._tokenizer, {})
-        if text not in known:
-            known[text] = self(text())
-        return known[text]
+        cached = _WHOLE.setdefault(self._tokenizer, {})
+        if text not in cached:
+            cached[text] = self(text())
+        return cached[text]
 
     def parts(self, parts: Sequence[str]) -> list[Ids]:
         """Return the ids of a text, cut between its parts.
 
         A token that reaches into the next part belongs to the one that it starts in. Tokenizers
-        that do not tell where their tokens start encode each part by itself.
+        that do not report where their tokens start encode each part separately.
         """
         if self._backend is None:
             return self.each(parts)
@@ -73,7 +73,7 @@ class Encoder:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The compiled tokenizer, which gives the same ids in half the time; None where unsure."""
+    """The compiled tokenizer, which returns the same ids in half the time; None if unsure."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     of = type(tokenizer)

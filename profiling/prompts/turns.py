@@ -1,8 +1,8 @@
 """Questions in a later turn over a shared context, which its prefill did not know.
 
 After SCBench's shared contexts (Li et al. 2024). A prompt is prefix + head + lines, and as its turn
-the question. The lines that questions need are whole; what is too much is cut from the start of one
-that none needs.
+the question. The lines that questions need are whole; excess tokens are cut from the start of a
+line that none needs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class Item(NamedTuple):
     source="a shared context and later turns: SCBench, Li et al. 2024",
 )
 def line_turns(request: Request, *, questions: int = 8) -> list[Prompt]:
-    """Contexts with `questions` questions each, the last one with what is left of `samples`."""
-    made: list[Prompt] = []
+    """Make contexts with `questions` questions each, the last one with the rest of `samples`."""
+    prompts: list[Prompt] = []
     for number in range(-(-request.samples // questions)):
-        made += _context(request, min(questions, request.samples - len(made)), request.rng(number))
-    return made
+        prompts += _context(
+            request, min(questions, request.samples - len(prompts)), request.rng(number)
+        )
+    return prompts
 
 
 def _items(rng: random.Random) -> Iterator[Item]:
@@ -66,8 +68,8 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
         items += more
         lines += encode.each([item.line for item in more])
     # Questions of one context have as many tokens each: it leaves the same room before all of them.
-    asked = encode.each([item.question for item in items])
-    size = Counter(map(len, asked[: max(count, length // 64)])).most_common(1)[0][0]
+    questions = encode.each([item.question for item in items])
+    size = Counter(map(len, questions[: max(count, length // 64)])).most_common(1)[0][0]
     room = length - len(head) - len(tail) - size
     # As many items as fit, and the one that is cut.
     taken = 0
@@ -75,14 +77,14 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     while used < room:
         used += len(lines[taken])
         taken += 1
-    fit = [at for at in range(taken - 1) if len(asked[at]) == size]
+    fit = [at for at in range(taken - 1) if len(questions[at]) == size]
     if len(fit) < count:
         raise request.too_small(
             f"it has {len(fit)} of the {count} questions that a context needs; give more tokens, "
             f"or fewer with "
             f"{request.name}@questions=N"
         )
-    chosen = rng.sample(fit, count)
+    selected = rng.sample(fit, count)
     order = list(range(taken - 1))
     rng.shuffle(order)
     context = [*head, *lines[taken - 1][used - room :]]
@@ -92,6 +94,6 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
         context += lines[at]
     context += tail
     return [
-        Prompt.to_find((*context, *asked[at]), Find(items[at].answer, spans[at]), turn=size)
-        for at in chosen
+        Prompt.to_find((*context, *questions[at]), Find(items[at].answer, spans[at]), turn=size)
+        for at in selected
     ]

@@ -109,11 +109,11 @@ def five_digits(rng: random.Random) -> str:
 def names(rng: random.Random, count: int, *, apart_from: str = "") -> list[str]:
     """Make up different names such as `Gikaz`, none of them in the text `apart_from`."""
     taken = apart_from.lower()
-    chosen = dict[str, None]()
-    while len(chosen) < count:
+    result = dict[str, None]()
+    while len(result) < count:
         name = "".join(
             rng.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 2
         ) + rng.choice("kpxz")
         if name not in taken:
-            chosen[name.capitalize()] = None
-    return list(chosen)
+            result[name.capitalize()] = None
+    return list(result)

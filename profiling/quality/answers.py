@@ -51,8 +51,8 @@ def answers(
     starts = prefilled(model, prompts, cache=cache, chunk=chunk)
     for start in bar(starts, desc=label, total=len(prompts)):
         limit = new_tokens(tokenizer, prompts[start.number])
-        given, _ = decoded(model, tokenizer, prompts[start.number], start, limit, stops)
-        texts[start.number] = text_of(tokenizer, given)
+        output, _ = decoded(model, tokenizer, prompts[start.number], start, limit, stops)
+        texts[start.number] = text_of(tokenizer, output)
     return texts
 
 
@@ -76,29 +76,29 @@ def decoded(
     """
 
     def ended() -> bool:
-        if not given:
+        if not output:
             return limit == 0
-        if len(given) >= limit or given[-1] in stops:
+        if len(output) >= limit or output[-1] in stops:
             return True
-        return is_final(prompt, text_of(tokenizer, given))
+        return is_final(prompt, text_of(tokenizer, output))
 
     cache = start.cache
     logits = start.last[None]
     if right:
         cache.batch_repeat_interleave(2)
         logits = logits.expand(2, -1)
-    given: list[int] = []
+    output: list[int] = []
     forced: list[Tensor] = []
     is_ended = ended()
     while True:
         if not is_ended:
-            given.append(int(logits[0].argmax()))
+            output.append(int(logits[0].argmax()))
             is_ended = ended()
         if len(forced) < len(right):
             forced.append(logits[1])
         if is_ended and len(forced) == len(right):
             break
-        tokens = [[given[-1]]]
+        tokens = [[output[-1]]]
         if right:
             tokens.append([right[len(forced) - 1]])
         ids = torch.tensor(tokens, device=model.device, dtype=torch.long)
@@ -107,7 +107,7 @@ def decoded(
         stacked = torch.stack(forced)
     else:
         stacked = None
-    return given, stacked
+    return output, stacked
 
 
 def text_of(tokenizer: Any, given: Sequence[int]) -> str:

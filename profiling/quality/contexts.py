@@ -39,7 +39,7 @@ def spread_positions(length: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
-    """Feed ids that follow what the cache holds, densely; return the logits (N, V) after each."""
+    """Feed ids that follow the cached tokens, densely; return the logits (N, V) after each."""
     tokens = torch.tensor([ids], device=model.device, dtype=torch.long)
     rows = [
         model(chunk, past_key_values=cache, use_cache=True).logits[0]
@@ -75,7 +75,7 @@ def prefilled(
     chunk: int | None = None,
     spread: int = 0,
 ) -> Iterator[Prefilled]:
-    """Prefill prompts in the order of by_context; each goes on from a copy of its context's cache.
+    """Prefill prompts in the order of by_context; each continues a copy of its context's cache.
 
     Args:
         model: a causal model with logits_to_keep, with whatever is applied to it.
@@ -88,12 +88,12 @@ def prefilled(
         context = prompts[numbers[0]].context
         positions = [_before_scored(prompts[number]) for number in numbers]
         positions.append(spread_positions(len(context), spread).tolist())
-        kept = [*chain.from_iterable(positions), len(context) - 1]
+        logit_positions = [*chain.from_iterable(positions), len(context) - 1]
         if cache:
             past = cache()
         else:
             past = None
-        logits, held = _prefill(model, context, kept, past, chunk)
+        logits, held = _prefill(model, context, logit_positions, past, chunk)
         rows = logits.split([*map(len, positions), 1])
         for number, scored in zip(numbers, rows, strict=False):
             if number == numbers[-1]:

@@ -71,7 +71,7 @@ def forced_losses(model: Any, begun: Iterable[Begun], forced: int) -> Tensor:
 
 
 def dense_losses(model: Any, texts: Sequence[Prompt], forced: int) -> Tensor:
-    """Compute forced_losses in one prefill, which is what a cache that keeps everything gives."""
+    """Compute forced_losses in one prefill, which is equal to decoding with a full cache."""
     return torch.stack([negative_log_likelihood(model, text)[-forced:] for text in texts])
 
 
@@ -118,8 +118,8 @@ def divergence(
         steps(model, full_begun, forced), steps(model, own_begun, forced), strict=True
     ):
         expected = full_logits[0].float().log_softmax(-1)
-        found = own_logits[0].float().log_softmax(-1)
-        kl = kl_divergence(expected, found)
-        rows.append(torch.stack((kl, -found[token[0]], -expected[token[0]])))
+        log_probs = own_logits[0].float().log_softmax(-1)
+        kl = kl_divergence(expected, log_probs)
+        rows.append(torch.stack((kl, -log_probs[token[0]], -expected[token[0]])))
     kl, loss, full_loss = torch.stack(rows, dim=1).cpu().numpy()
     return Divergence(kl=kl, loss=loss, full_loss=full_loss)

@@ -78,10 +78,10 @@ class Method:
 
         if self.headwise is None:
             return DynamicCache(config=text_config(model))
-        made = self.headwise.new_cache(model, offload=self.offload)
+        new_cache = self.headwise.new_cache(model, offload=self.offload)
         if self.changed is not None:
-            made = self.changed(made)
-        return made
+            new_cache = self.changed(new_cache)
+        return new_cache
 
 
 def of_policy(loaded: LoadedModel, name: str, kind: CacheKind | None) -> Method:

@@ -37,7 +37,7 @@ _HELD = 1 << 25
 _ROWS = 128
 # The kind of answers of later turns, where there are others.
 _LATER = "later"
-# Least log-probability: half precision cannot hold that of what a model forbids.
+# Least log-probability: half precision cannot represent that of a token that a model forbids.
 LEAST = -1e4
 
 
@@ -47,7 +47,7 @@ class TokenSequence:
 
     Attributes:
         ids: S of them.
-        context: the first so many are prefilled; the rest attends to everything.
+        context: number of first tokens that are prefilled; the rest attends to everything.
         answers: half-open ranges of ids that are right answers.
         labels: the kind of each, where there are several.
         task: as profiling.prompts.prompt.Task.name has it.
@@ -61,7 +61,7 @@ class TokenSequence:
 
     @property
     def is_text(self) -> bool:
-        """True if nothing is asked: every token is text."""
+        """True if the sequence has no question: every token is text."""
         return not self.answers
 
     @property
@@ -185,8 +185,8 @@ class Reference:
             nll, likeliest: (S - 1,) -log p of each token but the first, and the likeliest instead.
         """
         before = self._before_answers(number)
-        kept = torch.cat([self.positions(number), before])
-        self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[kept])
+        positions = torch.cat([self.positions(number), before])
+        self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[positions])
 
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare with dense attention."""
@@ -212,7 +212,7 @@ class Reference:
         )
 
     def _dense_predicted(self, number: int) -> _Predicted:
-        """Dense attention's predictions on a sequence; a pass of its own where none are known."""
+        """Return dense attention's predictions on a sequence; compute them if not cached."""
         if number not in self._dense:
             predicted = self._predicted(number, self._attending({}, self.sequences[number]))
             self._dense[number] = predicted._replace(log_probs=predicted.log_probs.half())
@@ -232,9 +232,9 @@ class Reference:
         ids = torch.tensor(self.sequences[number].ids, device=self._model.device, dtype=torch.long)
         spread = self.positions(number)
         before = self._before_answers(number)
-        kept = torch.cat([spread, before])
+        positions = torch.cat([spread, before])
         with applied:
-            output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=kept)
+            output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=positions)
         logits, of_answers = output.logits[0].split([len(spread), len(before)])
         nll = token_losses(of_answers, ids[before + 1]).clamp_max_(-LEAST)
         return _Predicted(log_probabilities(logits), nll, output.logits[0].argmax(-1))
@@ -250,12 +250,12 @@ def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
 def _divergence(dense: _Predicted, other: _Predicted) -> Tensor:
     """Compute KL(dense || other) in nats at each position, (P,) fp32."""
     pairs = zip(dense.log_probs.split(_ROWS), other.log_probs.split(_ROWS), strict=True)
-    rows = [kl_divergence(expected.float(), found.float()) for expected, found in pairs]
+    rows = [kl_divergence(expected.float(), actual.float()) for expected, actual in pairs]
     return torch.cat(rows).clamp_min_(0)
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """Compute log p (..., V) in fp32; what a model forbids has LEAST."""
+    """Compute log p (..., V) in fp32; a token that a model forbids has LEAST."""
     return logits.float().log_softmax(-1).clamp_min_(LEAST)
 
 

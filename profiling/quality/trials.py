@@ -36,7 +36,7 @@ BLOCK = 256
 FORCED = 128
 # Positions of a context whose predictions are compared with dense attention's.
 POSITIONS = 64
-# Raised where the same prompt under the same method would give another record.
+# Increment if the same prompt under the same method would yield another record.
 VERSION = 7
 
 
@@ -45,7 +45,7 @@ class Trial(NamedTuple):
 
     Attributes:
         number: of the prompt.
-        record: what was measured, as plain data.
+        record: measurements as plain data.
         log_probs: log-probabilities (P, V) at POSITIONS positions of its context; None where the
             method's cache evicts.
     """
@@ -60,10 +60,10 @@ def trials(
 ) -> Iterator[Trial]:
     """Run prompts under a method that is applied to the model."""
     questions = [number for number, prompt in enumerate(prompts) if _is_question(prompt)]
-    asked = [prompts[number] for number in questions]
-    starts = prefilled(model, asked, cache=lambda: method.cache(model), spread=POSITIONS)
+    selected = [prompts[number] for number in questions]
+    starts = prefilled(model, selected, cache=lambda: method.cache(model), spread=POSITIONS)
     for start in starts:
-        record = _answered(model, tokenizer, asked[start.number], start)
+        record = _answered(model, tokenizer, selected[start.number], start)
         log_probs = None
         if not method.evicts:
             log_probs = log_probabilities(start.spread)
@@ -76,9 +76,9 @@ def trials(
 @torch.no_grad()
 def context_log_probs(model: Any, context: Ids) -> Tensor:
     """Compute a trial's log-probabilities (P, V) alone, in one prefill of the context."""
-    kept = spread_positions(len(context), POSITIONS).to(model.device)
+    positions = spread_positions(len(context), POSITIONS).to(model.device)
     ids = torch.tensor([context], device=model.device, dtype=torch.long)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0]
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits[0]
     return log_probabilities(logits)
 
 
@@ -105,8 +105,10 @@ def _answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> d
     else:
         right = ()
     limit = new_tokens(tokenizer, prompt)
-    given, logits = decoded(model, tokenizer, prompt, start, limit, ends(model, tokenizer), right)
-    text = text_of(tokenizer, given)
+    token_ids, logits = decoded(
+        model, tokenizer, prompt, start, limit, ends(model, tokenizer), right
+    )
+    text = text_of(tokenizer, token_ids)
     record = {"text": text, "score": score(prompt, text)}
     if logits is None:
         return record | {"token_accuracy": None, "nll": None}

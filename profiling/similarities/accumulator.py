@@ -28,7 +28,7 @@ WORST = 0.125
 
 
 def worst_of(steps: int) -> int:
-    """Number of the worst among so many steps."""
+    """Return the number of worst steps among `steps`."""
     return math.ceil(WORST * steps)
 
 
@@ -38,7 +38,7 @@ class Accumulator:
     Args:
         length: of the prompt.
         top_k: how many keys a layer chooses.
-        finds: what each step takes from the prompt, None where that is not known.
+        finds: the evidence span of each step in the prompt, None if unknown.
         stream: of the model that decodes.
 
     Attributes:
@@ -89,7 +89,7 @@ class Accumulator:
         return self._square({layer: steps.sum(0) for layer, steps in self._worst.items()})
 
     def _square(self, by_layer: dict[int, Tensor]) -> Tensor:
-        """(N, N, G) of what each layer has for those up to it, (G, i)."""
+        """Return (N, N, G) from the values (G, i) of each layer for the layers up to it."""
         size = len(self.layers)
         pad = torch.nn.functional.pad
         columns = [by_layer[layer].T for layer in self.layers]
@@ -135,8 +135,8 @@ class Accumulator:
         if step < 0 or not self._means:
             return
         means = torch.stack(self._means)
-        chosen = {by: torch.stack(keys) for by, keys in self._chosen.items()}
-        for by, keys in chosen.items():
+        top_keys = {by: torch.stack(keys) for by, keys in self._chosen.items()}
+        for by, keys in top_keys.items():
             self.mass[by] = self.mass.get(by, 0) + kept(means, keys)
         for layer, changed in self._changed.items():
             error = changed * self._stream.gain(layer)
@@ -147,7 +147,7 @@ class Accumulator:
             ).values
         find = self._finds[step]
         if find is not None:
-            self._hits.append(covered(find.span, chosen["max"]))
+            self._hits.append(covered(find.span, top_keys["max"]))
         old = means[:, : self._old].double().sum(1)
         frozen = torch.stack(
             [means[at, self._frozen[layer]].sum() for at, layer in enumerate(self.layers)]

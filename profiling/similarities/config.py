@@ -14,8 +14,8 @@ DEFAULT_TASKS = ("multi_hop", "two_stage_retrieval", "kv_retrieval")
 DEFAULT_LENGTH = 4096
 # OmniKV's own budget.
 DEFAULT_TOP_K = 2048
-# The prompt's last queries, which tell what an eviction method would keep: as many as OmniKV's
-# selector looks at.
+# The prompt's last queries, by which an eviction method selects tokens: as many as the selector of
+# OmniKV reads.
 TAIL = 16
 
 

@@ -28,7 +28,7 @@ from profiling.similarities.mass import ability, agreement
 from profiling.similarities.similarity_profile import FORMAT, Profile
 from runtime.fingerprint import fingerprint
 
-# The share of a short prompt that the default top-k is of a usual one.
+# The default top-k of a short prompt is its length divided by this.
 _SHARE = 8
 
 
@@ -39,10 +39,10 @@ def measure(
     *,
     prompts: Mapping[str, Sequence[Prompt]] | None = None,
 ) -> Profile:
-    """Measure on a model that is loaded; the model is left as it was.
+    """Measure on a loaded model; the model is left unchanged.
 
     Args:
-        ledger: keeps what each prompt gave; its settings say which model that is of.
+        ledger: stores the result of each prompt; its settings identify the model.
         prompts: by the names of all tasks, each of `prompt_length` tokens; those of the
             configuration's seed if None.
     """
@@ -69,7 +69,9 @@ def measure(
         ),
         "layers": first["layers"],
         "sliding_layers": first["sliding"],
-        "tasks": [{"name": name, "sha256": digest(made)} for name, made in prompts.items()],
+        "tasks": [
+            {"name": name, "sha256": digest(task_prompts)} for name, task_prompts in prompts.items()
+        ],
         **{
             name: getattr(config, name)
             for name in ("length", "samples", "steps", "top_k", "seed", "greedy")
@@ -190,7 +192,7 @@ def _decode(
     ids = torch.tensor(
         [prompt.input_ids[: config.length]], device=loaded.model.device, dtype=torch.long
     )
-    known = () if config.greedy else continuation(config, loaded.tokenizer, prompt)
+    forced = () if config.greedy else continuation(config, loaded.tokenizer, prompt)
     with stream:
         capture_decode(
             loaded.model,
@@ -199,7 +201,7 @@ def _decode(
             done,
             steps=config.steps,
             tail=TAIL,
-            continuation=known,
+            continuation=forced,
             avoid=_ends(loaded.model),
         )
     if not sums.layers:
@@ -228,7 +230,7 @@ def continuation(config: SimilarityConfig, tokenizer: Any, prompt: Prompt) -> li
 
 
 def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Find | None]]:
-    """The tokens of the expected answer, each with what it takes from the prompt."""
+    """Yield the tokens of the expected answer, each with its evidence span in the prompt."""
     if not prompt.finds:
         yield from ((token, None) for token in encode(prompt.answer or ""))
     for find in prompt.finds:
@@ -254,24 +256,24 @@ def _arrays(
     def mean(values: Sequence[np.ndarray]) -> np.ndarray:
         return torch.stack([torch.from_numpy(value) for value in values]).mean(0).numpy()
 
-    made = {}
+    arrays = {}
     for by in ("max", "mean"):
         mass = mean([figures["mass"][by] / steps for figures in by_prompt])
-        made[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
+        arrays[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
     error = mean([figures["error"] / steps for figures in by_prompt])
     worst = np.max([figures["worst"] / worst_of(steps) for figures in by_prompt], axis=0)
     for name, by_head in (("error", error), ("worst", worst)):
-        made[f"{name}.{task}"] = np.full(
+        arrays[f"{name}.{task}"] = np.full(
             (num_layers, num_layers, by_head.shape[-1]), np.nan, dtype=np.float32
         )
-        made[f"{name}.{task}"][np.ix_(layers, layers)] = by_head
+        arrays[f"{name}.{task}"][np.ix_(layers, layers)] = by_head
     for reach in (8, 16):
-        made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(
+        arrays[f"ability.{task}.next{reach}"] = ability(arrays[f"mass.{task}.max"], reach).astype(
             np.float32
         )
     missed = mean([figures["missed"] for figures in by_prompt])
-    made[f"variability.{task}"] = spread(missed, num_layers, steps)
+    arrays[f"variability.{task}"] = spread(missed, num_layers, steps)
     hits = [figures["hit"] for figures in by_prompt if figures["hit"] is not None]
     if hits:
-        made[f"hit.{task}"] = spread(mean(hits), num_layers)
-    return made
+        arrays[f"hit.{task}"] = spread(mean(hits), num_layers)
+    return arrays

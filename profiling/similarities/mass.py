@@ -28,14 +28,14 @@ def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Te
     """A query's output from all keys, or from some keys (k,) alone: (G, n, E) fp32.
 
     Args:
-        probabilities: (G, n, K), of which a row sums to less than 1 beside attention sinks.
+        probabilities: (G, n, K); with attention sinks, a row sums to less than 1.
         v: (G, K, E).
     """
     if keys is None:
         return torch.bmm(probabilities, v.float())
     weights = probabilities[:, :, keys]
-    # What was left out gives its weight to the others and to sinks: what the row lacks, beyond
-    # rounding.
+    # The weight of omitted keys is redistributed to the other keys and to the sinks. The weight of
+    # the sinks is 1 minus the row's sum, if that exceeds rounding.
     sinks = 1 - probabilities.sum(-1, keepdim=True)
     sinks = torch.where(sinks > 1e-4, sinks, 0)
     weights = weights / (sinks + weights.sum(-1, keepdim=True)).clamp_min(1e-30)

@@ -20,10 +20,10 @@ def run(config: SimilarityConfig, out: Path) -> Profile:
     """Load the model, measure, and write similarity.safetensors and CSV files into `out`.
 
     Raises:
-        HeadwiseError: anything that the user has to put right; no file is written then.
+        HeadwiseError: any error that the user has to correct; no file is written then.
     """
     config = settled(config)
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -38,7 +38,7 @@ def run(config: SimilarityConfig, out: Path) -> Profile:
         profile = measure(config, loaded)
         save_profile(profile, out)
     except BaseException:
-        for folder in made:
+        for folder in new_folders:
             with suppress(OSError):
                 folder.rmdir()
         raise
@@ -60,9 +60,9 @@ def report(profile: Profile) -> str:
     for task in profile.tasks:
         later = profile.mass(task)[np.triu_indices(profile.num_layers, 1)]
         if np.isfinite(later).any():
-            kept = f"{np.nanmean(later):.3f}"
+            ability = f"{np.nanmean(later):.3f}"
         else:
-            kept = "-"
+            ability = "-"
         reach = profile.ability(task)
         hit = profile.hit(task)
         best = [
@@ -76,7 +76,7 @@ def report(profile: Profile) -> str:
         else:
             best_hit = f"{np.nanmax(hit):.2f} ({int(np.nanargmax(hit))})"
         missed = f"{np.nanmean(profile.variability(task)):.3f}"
-        lines.append(f"{task:<{size}}  {kept:>6}  {shown:<32}{best_hit:>14}  {missed:>18}")
+        lines.append(f"{task:<{size}}  {ability:>6}  {shown:<32}{best_hit:>14}  {missed:>18}")
     apart = profile.agreement[np.triu_indices(len(profile.tasks), 1)]
     if np.isfinite(apart).any():
         lines.append(f"agreement of the tasks: correlation {np.nanmin(apart):.3f} or more")

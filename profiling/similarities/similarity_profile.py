@@ -8,9 +8,9 @@ layers and layers without attention.
     error.<task>  (L, L, G)  change of a KV head's part of layer j's output when it sees those
                              tokens alone, squared and relative to the residual stream; i <= j
     worst.<task>  (L, L, G)  the same in the worst steps of the worst prompt
-    ability.<task>.next8, ability.<task>.next16  (L)  what a layer's choice keeps over the layers
-                                                      after it
-    hit.<task>  (L)  share of the block with the answer that the choice holds
+    ability.<task>.next8, ability.<task>.next16  (L)  mean attention of the next layers on a layer's
+                                                      top-k tokens
+    hit.<task>  (L)  fraction of the block with the answer that is in the layer's top-k tokens
     variability.<task>  (L, N)  attention missed when the prompt's top quarter is frozen
     agreement  (T, T)  correlation of mass.<task>.max between tasks
 """

@@ -86,7 +86,7 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
 
     A phase makes logits fall with distance, a shared direction makes some keys heavy. In plain
     noise the best diagonals lie scattered, each in two tiles of every row: vertical-slash would be
-    timed at a density that no model gives it.
+    timed at a density that no model has.
     """
     length = size.length
     generator = torch.Generator(size.device).manual_seed(size.seed)

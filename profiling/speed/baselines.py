@@ -19,7 +19,7 @@ from artifacts import HeadwiseError
 MODEL = "dense"
 KERNEL = "dense_kernel"
 HEADWISE = "headwise"
-# What they are called for people, and as baselines in an artifact's evidence.
+# Their labels in tables, and their names as baselines in an artifact's evidence.
 LABELS = {
     MODEL: "default attention (sdpa)",
     KERNEL: "dense by Headwise's kernel",

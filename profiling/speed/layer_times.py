@@ -37,7 +37,7 @@ _ROUNDS = 2
 # Times as long as the anchor that sdpa takes on a shorter prompt, from which on it is not timed on
 # the longest one: it is not the faster of the two there either.
 _SLOWER = 1.25
-# The anchor may have moved so much before predictions are said to be of another speed of the
+# Relative change of the anchor above which predictions are reported as made at another speed of the
 # machine.
 MOVED = 0.15
 
@@ -72,7 +72,7 @@ class Timed:
     than ANCHOR on the next shorter one.
 
     Attributes:
-        layers: so many, evenly spread; all if None.
+        layers: number of layers, evenly spread; all if None.
     """
 
     tokens: int
@@ -92,13 +92,13 @@ def time_layers(
 ) -> list[Timings]:
     """Time attention on the inputs of one prefill, which the first plans serve.
 
-    What causal layers attend with in a prompt's first tokens is what they would in a prompt of
-    these alone, but for what the patterns change before.
+    The inputs of causal layers for a prompt's first tokens equal those of a prompt of these tokens
+    alone, except for changes by the patterns of earlier layers.
 
     Args:
         loaded: the model.
         ids: of a real prompt.
-        asked: what is timed, each by itself.
+        asked: plans and lengths to time, each separately.
         searched: the layers that count; all plans have them.
         look: is shown each layer on which the first plans are timed.
         backend: as for kernels.attention.sparse_attention.
@@ -110,7 +110,7 @@ def time_layers(
     def visit(inputs: LayerInputs) -> Tensor | None:
         if inputs.layer not in searched:
             return None
-        # Beforehand, so that what is timed first finds its inputs where the others do.
+        # Run once first, so that the first timing finds its inputs where the others do.
         out = _by_plan(inputs, serving[inputs.layer], backend)()
         for shorter, clock in zip([None, *ascending], ascending, strict=False):
             if clock is ascending[-1] and shorter is not None and not clock.seconds:
@@ -187,10 +187,10 @@ def all_threads() -> Iterator[None]:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    setting = os.environ.get("OMP_NUM_THREADS", "")
     # torchrun sets it to 1 for each of its processes, which wait meanwhile.
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and asked.isdecimal() and int(asked):
-        cores = min(cores, int(asked))
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and setting.isdecimal() and int(setting):
+        cores = min(cores, int(setting))
     torch.set_num_threads(max(before, cores))
     try:
         yield
@@ -199,7 +199,7 @@ def all_threads() -> Iterator[None]:
 
 
 def spread(values: Sequence[T], count: int | None) -> list[T]:
-    """Choose so many, evenly spread; all if None."""
+    """Select `count` values, evenly spread; all if None."""
     if count is None or count >= len(values):
         return list(values)
     return [values[at] for at in np.linspace(0, len(values) - 1, count).round().astype(int)]

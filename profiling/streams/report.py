@@ -78,7 +78,7 @@ def rows(series: Sequence[Series], stream: TokenStream, window: int) -> list[Row
 
     Args:
         series: every method's.
-        stream: what was fed.
+        stream: the tokens that were fed.
         window: tokens of the recomputed window.
     """
     base = next((each for each in series if each.method == RECOMPUTED), None)
