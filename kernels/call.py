@@ -229,7 +229,6 @@ class GradientCall(Operands):
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
-    skip_below: float = 0.0
     factor: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -258,8 +257,6 @@ class GradientCall(Operands):
             raise ValueError(f"lse must be {wide}, got {self.lse.dtype}")
         check_devices(*states.values(), self.lse)
         check_window(self.window)
-        if not 0 <= self.skip_below < 1:
-            raise ValueError(f"skip_below must be at least 0 and below 1, got {self.skip_below}")
         check_factors(self.scale, self.softcap)
         object.__setattr__(self, "factor", _factor(self.scale, self.q))
 

@@ -10,7 +10,6 @@ D head dim, E value dim, R rows of a block of queries.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.call import AttentionCall, DecodeCall, Decoded, GradientCall
@@ -165,8 +164,6 @@ class Gradient(_ServesAll):
                     softcap=call.softcap,
                 )
                 weights = (logits - whole[..., block, None]).exp()
-                if call.skip_below > 0:
-                    weights = weights * _in_large_tiles(weights.detach(), start, call.skip_below)
                 delta = (out[..., block, :] * by_out[..., block, :]).sum(-1)
                 # The log-sum-exp is an input: the second sum stands for its derivative.
                 loss = (weights @ v[:, :, None, :end] * by_out[..., block, :]).sum()
@@ -301,20 +298,6 @@ def _causal(start: int, end: int, k_len: int, window: int | None, device: torch.
     """(end - start, k_len): which keys the queries at positions start ... end - 1 see."""
     distance = torch.arange(start, end, device=device)[:, None] - torch.arange(k_len, device=device)
     return (distance >= 0) & (distance < (window or end))
-
-
-def _in_large_tiles(weights: Tensor, start: int, minimum: float) -> Tensor:
-    """Mask (..., R, keys) of the 64 x 64 tiles whose largest probability is at least `minimum`.
-
-    Args:
-        weights: (..., R, keys), of queries from position `start` on.
-    """
-    rows, keys = weights.shape[-2:]
-    before = start % TILE
-    padded = F.pad(weights, (0, -keys % TILE, before, -(start + rows) % TILE))
-    peaks = padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).amax((-3, -1))
-    large = (peaks >= minimum).repeat_interleave(TILE, -1).repeat_interleave(TILE, -2)
-    return large[..., before : before + rows, :keys]
 
 
 def _rows(x: Tensor, keys: Tensor, seen: Tensor) -> Tensor:

@@ -24,13 +24,11 @@ def attention_gradients(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
-    skip_below: float = 0.0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a loss by q, k and v of dense causal attention.
 
-    No Q x K matrix is made (FlashAttention-2, Algorithm 2; Dao, 2023). The same bits in every run
-    and for any number of threads.
+    No Q x K matrix is made (FlashAttention-2, Algorithm 2; Dao, 2023). The same bits in every run.
 
     Args:
         q: (B, H, Q, D) queries, the last Q of the K positions.
@@ -43,11 +41,9 @@ def attention_gradients(
         scale: factor on the logits; D ** -0.5 if None.
         softcap: logits become softcap * tanh(logits / softcap).
         window: a query sees itself and the window - 1 keys before it; None is all of them.
-        skip_below: tiles of 64 x 64 positions in which no probability reaches this may be left out,
-            as if they were 0: "cpu" and "reference" do, "flash" computes them.
-        backend: "cpu" is native code, "flash" torch's FlashAttention on a GPU or a CPU (no
-            soft-cap, no window, as many queries as keys), "reference" torch on any device; "auto"
-            takes the first that serves the call.
+        backend: "flash" is torch's FlashAttention on a GPU or a CPU (no soft-cap, no window, as
+            many queries as keys), "reference" torch on any device; "auto" takes the first that
+            serves the call.
 
     Returns:
         dq, dk, dv with the shapes and dtypes of q, k and v.
@@ -66,7 +62,6 @@ def attention_gradients(
         scale=scale,
         softcap=softcap,
         window=window,
-        skip_below=skip_below,
     )
     gradients: tuple[Tensor, Tensor, Tensor] = registry.run("gradient", call, backend)
     return gradients

@@ -1,6 +1,6 @@
 """Gradients of dense attention by torch's own FlashAttention kernels, on a GPU and on the CPU.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.call import GradientCall
 from kernels.copies import with_rows
@@ -23,9 +24,9 @@ _MAX_DIM = 256
 
 def supports(call: GradientCall) -> str | None:
     """The reason why this backend cannot serve the call; None where it can."""
-    q_len, dim = call.q.shape[2:]
+    q_len = call.q.shape[2]
     k_len = call.k.shape[2]
-    v_dim = call.v.shape[3]
+    dim = max(call.q.shape[3], call.v.shape[3])
     device = call.device
     if device.type not in _DTYPES:
         return f"it serves tensors on a GPU or the CPU, not on {device.type}"
@@ -38,8 +39,6 @@ def supports(call: GradientCall) -> str | None:
         return "it has no sliding window"
     if q_len != k_len:
         return f"it serves as many queries as keys, not {q_len} and {k_len}"
-    if dim != v_dim:
-        return f"it serves keys and values of one head dim, not {dim} and {v_dim}"
     if device.type == "cpu":
         return None
     if dim % 8 or dim > _MAX_DIM:
@@ -58,12 +57,24 @@ def _missing(device: torch.device) -> str | None:
 
 
 def run(call: GradientCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by q, k and v of a call. No tile is left out, whatever `skip_below` allows."""
+    """Gradients by q, k and v of a call."""
+    q_dim = call.q.shape[3]
+    v_dim = call.v.shape[3]
+    dim = max(q_dim, v_dim)
     tensors = (call.q, call.k, call.v, call.out, call.grad_out)
-    q, k, v, out, grad_out = (with_rows(x.detach()) for x in tensors)
+    # torch's kernels have one head dim: zeros fill up the smaller one of D and E.
+    q, k, v, out, grad_out = (with_rows(F.pad(x.detach(), (0, dim - x.shape[3]))) for x in tensors)
     lse = call.lse.detach().float().contiguous()
     if call.device.type == "cpu":
-        return _on_cpu(q, k, v, out, lse, grad_out, call.factor)
+        dq, dk, dv = _on_cpu(q, k, v, out, lse, grad_out, call.factor)
+    else:
+        dq, dk, dv = _on_gpu(q, k, v, out, lse, grad_out, call.factor)
+    return dq[..., :q_dim], dk[..., :q_dim], dv[..., :v_dim]
+
+
+def _on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     q_len = q.shape[2]
     # Read with dropout alone.
     nothing = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -71,7 +82,7 @@ def run(call: GradientCall) -> tuple[Tensor, Tensor, Tensor]:
         gradients: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in (grad_out, q, k, v, out)),
             *(lse, None, None, q_len, q_len, 0.0, True, nothing, nothing),
-            scale=call.factor,
+            scale=scale,
         )
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq, dk, dv

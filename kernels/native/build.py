@@ -30,7 +30,6 @@ SOURCES = tuple(
         "attention/cpu.cpp",
         "decode/cpu.cpp",
         "decode/sums.cpp",
-        "gradient/cpu.cpp",
         "patterns/cpu.cpp",
     )
 )

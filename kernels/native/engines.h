@@ -15,9 +15,8 @@ constexpr int WALK = 8;
 // A block of a product in registers: rows, vectors.
 constexpr int MR = 4, NV = LANES == 8 ? 2 : 4;
 
-// ---- engines: qk writes C (rows x 64) = A (rows x inner) B; pv adds P (rows x 64 count) V to C (rows x width); add adds
-// A (rows x 64) B (64 x 64) to C, for rows a multiple of BAND. The first two may compute rows up to the next multiple of
-// 16, which A, P and C must have. `place` says where an element of a packed B or V lies, of which RUN columns lie side by
+// ---- engines: qk writes C (rows x 64) = A (rows x inner) B; pv adds P (rows x 64 count) V to C (rows x width). Both
+// may compute rows up to the next multiple of 16, which A, P and C must have. `place` says where an element of a packed B or V lies, of which RUN columns lie side by
 // side. ROWS queries are attended to at a time, over STEP panels a softmax. ----
 
 constexpr int WHOLE = std::numeric_limits<int>::max();
@@ -80,7 +79,6 @@ struct ByRows {
 template <class Engine>
 struct Blocked : Engine, ByRows<Engine::PAIR> {
   using elem = typename Engine::elem;
-  static constexpr int BAND = MR;
 
   static void begin() {}
 
@@ -124,18 +122,6 @@ struct Blocked : Engine, ByRows<Engine::PAIR> {
       }
     }
   }
-
-  static void add(const elem* a, int rows, const elem* b, float* c) {
-    for (int row = 0; row < rows; row += MR)
-      for (int col = 0; col < TILE; col += NV * LANES) {
-        vf acc[MR][NV];
-        for (int i = 0; i < MR; ++i)
-          for (int j = 0; j < NV; ++j) acc[i][j] = load(c + (row + i) * TILE + col + j * LANES);
-        Engine::template block<NV>(a + row * TILE, TILE, b + col * Engine::PAIR, TILE, TILE, acc);
-        for (int i = 0; i < MR; ++i)
-          for (int j = 0; j < NV; ++j) store(c + (row + i) * TILE + col + j * LANES, acc[i][j]);
-      }
-  }
 };
 
 #if defined(HEADWISE_TILES)
@@ -144,7 +130,7 @@ struct Blocked : Engine, ByRows<Engine::PAIR> {
 // registers over all panels of a step; the scores of 32 queries by 256 keys, 32 KB, stay in the first cache.
 struct Amx {
   using elem = at::BFloat16;
-  static constexpr int PAIR = 2, INNER = 32, TERMS = 3, BAND = 16, RUN = 16, ROWS = 32, STEP = 4;
+  static constexpr int PAIR = 2, INNER = 32, TERMS = 3, RUN = 16, ROWS = 32, STEP = 4;
   // Elements of a tile, and the rows and columns of a packed matrix that it holds.
   static constexpr int SIZE = 512, HIGH = 32, WIDE = 16;
 
@@ -160,9 +146,6 @@ struct Amx {
   }
   static void pv(const elem* p, int rows, int ldp, const elem* const* v, int count, int width, float* c) {
     multiply<true>(p, rows, ldp, v, count, TILE / HIGH, width, c, width);
-  }
-  static void add(const elem* a, int rows, const elem* b, float* c) {
-    multiply<true>(a, rows, TILE, &b, 1, TILE / HIGH, TILE, c, TILE);
   }
 
  private:

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "headwise_gradients"
-# Tiles of 64 x 64 whose largest probability is below this add nothing that counts to a gradient:
-# most tiles have less.
-SKIP_BELOW = 1e-3
 # Logits that are held at once.
 _LOGITS = 1 << 24
 # Tokens by which the logits that a model computes are compared with those that are put together
@@ -204,7 +201,6 @@ class _Dense(torch.autograd.Function):
             by_out,
             scale=inputs.scale,
             softcap=inputs.softcap,
-            skip_below=SKIP_BELOW,
         )
         return *gradients_of_inputs, None, None, None, None
 

@@ -16,7 +16,6 @@ from kernels.attention import attend, sparse_attention
 from kernels.call import Operands
 from kernels.decode import decode_attention
 from kernels.decode.dropping import drop_lowest
-from kernels.gradient import attention_gradients
 from kernels.patterns.block_sparse import BlockSparse, mean_of_tiles, select
 from kernels.patterns.dense import dense_index
 from kernels.registry import BACKENDS, Backend
@@ -159,7 +158,7 @@ def test_what_serves_an_op_has_supports_and_run(name, op):
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
 def test_a_backend_is_asked_once_a_call(backend, monkeypatch):
     asked = []
-    for op in ("attention", "decode", "gradient"):
+    for op in ("attention", "decode"):
         served = registry.implementation(op, "cpu")
         supports = served.supports
         monkeypatch.setattr(
@@ -169,5 +168,4 @@ def test_a_backend_is_asked_once_a_call(backend, monkeypatch):
     index = dense_index(1, 2, 70, 70, q.device)
     sparse_attention(q, k, v, index, backend=backend)
     decode_attention(q[:, :, -1:], k, v, backend=backend)
-    attention_gradients(q, k, v, q, q[..., 0].contiguous(), q, backend=backend)
-    assert asked == ["attention", "decode", "gradient"]
+    assert asked == ["attention", "decode"]

@@ -90,8 +90,7 @@ def by_autograd(model, ids, answers):
 @pytest.mark.parametrize(
     ("family", "answers"), [("Llama", TEXT), ("Llama", ANSWER), ("Gemma3", ANSWER)]
 )
-def test_it_is_what_autograd_finds_in_a_plain_model(family, answers, monkeypatch):
-    monkeypatch.setattr("profiling.inside.gradients.SKIP_BELOW", 0.0)
+def test_gradient_pass_equals_autograd_in_a_plain_model(family, answers):
     model, ids, keep = tiny_model(family), prompt(), torch.tensor([0, 59, 128])
     outs, expected, logits = by_autograd(model, ids, answers)
     order = []
