@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from artifacts.cli import command
+from profiling import progress
 from profiling.progress import announce, bar, phase
 
 
@@ -19,6 +20,20 @@ def test_phase_in_a_log_prints_start_and_end(capsys):
     first, last = capsys.readouterr().err.splitlines()
     assert first == "curves: 8 prompts"
     assert re.fullmatch(r"curves: 8 of 8 prompts in 00:0\d", last)
+
+
+def test_long_phase_in_a_log_prints_a_line_a_minute_with_the_time_left(monkeypatch, capsys):
+    clock = iter([0.0, 0.0, 30.0, 60.0, 61.0, 180.0, 200.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with phase("curves", 10, "prompts") as shown:
+        shown.skip(4)
+        # At 30, 60, 61 and 180 seconds: 4 of 6 prompts in 180 seconds.
+        for _ in range(4):
+            shown.update()
+    assert capsys.readouterr().err.splitlines()[1:-1] == [
+        "curves: 6 of 10 prompts, 02:00 left",
+        "curves: 8 of 10 prompts, 01:30 left",
+    ]
 
 
 def test_phase_that_fails_prints_no_end(capsys):
