@@ -249,7 +249,7 @@ def test_the_readme_names_the_versions_that_are_tested():
     oldest = re.findall(r'"transformers>=([\d.]+),', (root / "pyproject.toml").read_text())
     newest = re.findall(r"^transformers==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M)
     said = re.findall(
-        r"tested with transformers ([\d.]+) and, by `.ci/oldest`, with\s+([\d.]+),",
+        r"tested with transformers ([\d.]+) and with ([\d.]+), the oldest supported version",
         (root / "README.md").read_text(),
     )
     assert said == [(*newest, *oldest)]
