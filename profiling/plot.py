@@ -7,13 +7,12 @@ patterns     kind of each head's pattern (color) and its recall (shade)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from artifacts import HeadwiseError, load_pair
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, config_of, option, shared
+from artifacts.cli.arguments import ArtifactFile, Out
+from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import one_line
 from artifacts.files import check_writable
 from profiling.pictures.registry import Source, pictures
@@ -22,20 +21,24 @@ _PICTURES = pictures("artifact")
 _SUFFIXES = (".png", ".svg", ".csv")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plot:
+class Config(CommandConfig):
     """Options of a picture."""
 
-    config: Path = shared(arguments.add_artifact)
-    out: Path = shared(
-        arguments.add_out, "stem of the .png, .svg and .csv to write", metavar="STEM"
-    )
-    picture: str = option(
-        "what to draw (default patterns)", default="patterns", choices=tuple(_PICTURES)
+    config: ArtifactFile
+    out: Annotated[Out, Arg("stem of the .png, .svg and .csv to write", metavar="STEM")]
+    picture: Annotated[str, Arg("what to draw (default patterns)", choices=tuple(_PICTURES))] = (
+        "patterns"
     )
 
 
-def run(config: Plot) -> list[Path]:
+def run(config: Config) -> int:
+    """Draw the picture, and print its files."""
+    for path in draw(config):
+        print(one_line(str(path)))
+    return 0
+
+
+def draw(config: Config) -> list[Path]:
     """Draw the picture and return its files.
 
     Raises:
@@ -55,21 +58,3 @@ def run(config: Plot) -> list[Path]:
     source = Source(artifact=artifact, arrays=arrays)
     drawings = _PICTURES[config.picture].draw(source)
     return [path for drawing in drawings for path in drawing.write(stem)]
-
-
-def parser() -> ArgumentParser:
-    """The command line of headwise plot."""
-    p = ArgumentParser(prog="headwise plot", description=__doc__)
-    add_arguments(p, Plot)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    for path in run(config_of(Plot, vars(parser().parse_args(argv)))):
-        print(one_line(str(path)))
-    return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

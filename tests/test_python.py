@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import artifacts
 import headwise
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 from headwise.loaded_models import _call
 from profiling.inside.capture import capture
 from profiling.inside.residual import ResidualStream
-from search import heads
 from tests.default_dtype import OTHERS, default_dtype
 from tests.tiny_text_model import save_tiny
 
@@ -101,7 +101,7 @@ def test_a_search_finds_what_the_command_finds(whole, folder, tmp_path):
     words += ["--dtype", "float32"]
     for name, limit in LIMITS.items():
         words += [f"--{name.replace('_', '-')}", str(limit)]
-    assert heads.main(words) == 0
+    assert main(["search", *words]) == 0
     assert artifacts.load(tmp_path / "cfg.yaml").content_sha256 == whole.content_sha256
     assert whole.search is not None and f"length={LENGTH}" in whole.search.command
 

@@ -16,7 +16,8 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from artifacts.schema.patterns import RECORDS
-from profiling import heatmaps, plot
+from headwise.__main__ import main
+from profiling import plot
 from profiling.models.loading import load_model
 from profiling.pictures.attention import HeadMap, attention_figure, measure
 from profiling.pictures.drawing import save, shade
@@ -43,7 +44,7 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path, capsys):
     made = random_profile(12, sliding=True)
     out = tmp_path / "out"
     save_profile(made, tmp_path)
-    heatmaps.main(["--profile", str(tmp_path), "--out", str(out)])
+    main(["heatmaps", "--profile", str(tmp_path), "--out", str(out)])
     names = ["similarity", "similarity.multi_hop_a.txt", "similarity.passkey"]
     names += ["ability", "hit", "variability"]
     expected = {f"{name}.{kind}" for name in names for kind in ("png", "svg", "csv")}
@@ -64,7 +65,7 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path, capsys):
 def test_attention_of_a_head_is_pooled_and_has_its_pattern(searched, tmp_path):
     model, config = searched / "tiny", searched / "cfg.yaml"
     words = f"--model {model} {config} --length {LENGTH} --dtype float32 --out {tmp_path}"
-    heatmaps.main(f"{words} --head 2.5 --picture attention".split())
+    main(["heatmaps", *f"{words} --head 2.5 --picture attention".split()])
     assert {path.name for path in tmp_path.iterdir()} == {
         f"attention.2.5.{kind}" for kind in ("png", "svg", "csv")
     }
@@ -95,7 +96,7 @@ def test_attention_of_a_head_is_pooled_and_has_its_pattern(searched, tmp_path):
 def test_a_model_without_a_profile_is_measured_for_its_pictures(searched, tmp_path):
     model = searched / "tiny"
     words = f"--model {model} --length 256 --dtype float32 --out {tmp_path} --picture similarity"
-    heatmaps.main(words.split())
+    main(["heatmaps", *words.split()])
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= {"similarity.safetensors", *(f"similarity.{k}" for k in ("png", "svg", "csv"))}
     assert len([name for name in names if name.endswith(".png")]) == 1
@@ -212,14 +213,16 @@ def test_attention_of_an_impossible_head_is_refused(tmp_path):
         ("0.6", "no head 0.6"),
     ):
         with pytest.raises(HeadwiseError, match=reason):
-            heatmaps.main(f"{words} --picture attention --head {head}".split())
+            main(["heatmaps", *f"{words} --picture attention --head {head}".split()])
     assert not (tmp_path / "out").exists()
 
 
 def test_an_artifact_of_another_model_is_refused(searched, tmp_path):
     save_profile(random_profile(3), tmp_path)
     with pytest.raises(HeadwiseError, match="the profile is of some-model, the artifact of tiny"):
-        heatmaps.main(f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split())
+        main(
+            ["heatmaps", *f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split()]
+        )
 
 
 @pytest.fixture
@@ -238,7 +241,7 @@ def scored(tmp_path):
 @pytest.mark.usefixtures("sketched")
 def test_three_files_with_a_line_for_each_head(scored, tmp_path):
     for out, stem in (("x", "x"), ("y.png", "y"), ("model-1.5", "model-1.5")):
-        paths = plot.run(plot.Plot(config=scored, out=tmp_path / out))
+        paths = plot.draw(plot.Config(config=scored, out=tmp_path / out))
         assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
     png, svg, table = paths
     assert png.is_file() and svg.is_file()
@@ -251,12 +254,12 @@ def test_three_files_with_a_line_for_each_head(scored, tmp_path):
 
 def test_a_name_is_no_formula_and_moves_no_cursor(scored, tmp_path, capsys):
     stem = tmp_path / "map\x1b[2J"
-    assert plot.main([str(scored), "--out", str(stem)]) == 0
+    assert main(["plot", str(scored), "--out", str(stem)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")]
     assert "\x1b" not in stem.with_name(f"{stem.name}.svg").read_text()
     with pytest.raises(HeadwiseError, match="--out: give the stem"):
-        plot.main([str(scored), "--out", ""])
+        main(["plot", str(scored), "--out", ""])
 
 
 @pytest.mark.usefixtures("sketched")
