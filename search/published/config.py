@@ -8,9 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from artifacts.cli.options import CommandConfig
-
-PAPER_LENGTH = 30_000
-PAPER_BUDGET = "a_shape:1024,4096"
+from search.model.config import PAPER_BUDGET, PAPER_LENGTH
 
 
 class HeadSearch(CommandConfig):
