@@ -2,19 +2,25 @@
 
 patterns     kind of each head's pattern (color) and its recall (shade)
 
+candidates   of --head: loss of each candidate of the search by its cost, the chosen one marked
+
     headwise plot cfg.yaml --out cfg
+    headwise plot cfg.yaml --head 3.5 --out head
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
+
+from pydantic import model_validator
 
 from artifacts import HeadwiseError, load_pair
 from artifacts.cli.arguments import ArtifactFile, Out
 from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import one_line
 from artifacts.files import check_writable
+from profiling.pictures.config import Head
 from profiling.pictures.registry import Source, pictures
 
 _PICTURES = pictures("artifact")
@@ -22,13 +28,26 @@ _SUFFIXES = (".png", ".svg", ".csv")
 
 
 class Config(CommandConfig):
-    """Options of a picture."""
+    """Options of a picture; None takes the one of a head, if one is given, or of all."""
 
     config: ArtifactFile
     out: Annotated[Out, Arg("stem of the .png, .svg and .csv to write", metavar="STEM")]
-    picture: Annotated[str, Arg("what to draw (default patterns)", choices=tuple(_PICTURES))] = (
-        "patterns"
-    )
+    picture: Annotated[
+        str | None,
+        Arg("what to draw (default patterns; candidates with --head)", choices=tuple(_PICTURES)),
+    ] = None
+    head: Annotated[Head, Arg("head, as layer.head, such as 12.5")] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.name == "candidates") != (self.head is not None):
+            raise HeadwiseError("--head goes with the picture candidates, which needs it")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Name of the picture that is drawn."""
+        return self.picture or ("patterns" if self.head is None else "candidates")
 
 
 def run(config: Config) -> int:
@@ -55,6 +74,6 @@ def draw(config: Config) -> list[Path]:
         stem = stem.with_suffix("")
     for suffix in _SUFFIXES:
         check_writable(stem.with_name(stem.name + suffix))
-    source = Source(artifact=artifact, arrays=arrays)
-    drawings = _PICTURES[config.picture].draw(source)
+    source = Source(artifact=artifact, arrays=arrays, head=config.head)
+    drawings = _PICTURES[config.name].draw(source)
     return [path for drawing in drawings for path in drawing.write(stem)]
