@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from artifacts.errors import HeadwiseError, shorten
 
-O = TypeVar("O", bound="CommandConfig")  # noqa: E741
+C = TypeVar("C", bound="CommandConfig")
 # The limit of an artifact field; artifacts.schema.fields is not imported because it is slow.
 LARGEST = 2**31 - 1
 # Heading of rarely needed options, at the end of a command's help.
@@ -190,7 +190,7 @@ def flags(name: str, field: FieldInfo) -> tuple[str, ...]:
     return (f"--{no}{name.replace('_', '-')}",)
 
 
-def build(config: type[O], options: Mapping[str, Any]) -> O:
+def build(config: type[C], options: Mapping[str, Any]) -> C:
     """Build a Config from options by name; those of its parts are among them.
 
     Raises:
@@ -204,7 +204,7 @@ def build(config: type[O], options: Mapping[str, Any]) -> O:
     return config(**values)
 
 
-def config_by_name(config: type[O], options: Mapping[str, Any], /, **fixed: Any) -> O:
+def config_by_name(config: type[C], options: Mapping[str, Any], /, **fixed: Any) -> C:
     """Build a Config from Python values by field name.
 
     Args:

@@ -26,7 +26,7 @@ from artifacts.cli.options import (
     value_type,
 )
 
-O = TypeVar("O", bound=CommandConfig)  # noqa: E741
+C = TypeVar("C", bound=CommandConfig)
 _ALWAYS = "every command: -q no progress and no warnings, -v more on stderr, --version"
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 
@@ -174,7 +174,7 @@ def parser_of(
     return parser
 
 
-def read(parser: ArgumentParser, config: type[O], words: Sequence[str], command: str) -> O:
+def read(parser: ArgumentParser, config: type[C], words: Sequence[str], command: str) -> C:
     """Parse a command line.
 
     Args:
