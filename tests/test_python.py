@@ -232,10 +232,10 @@ def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder):
     [
         (headwise.search, {"budgets": 0.3}, "unknown option 'budgets'; known: "),
         (headwise.search, {"dtype": "float32"}, "unknown option 'dtype'"),
-        (headwise.search, {"length": "long"}, "length must be a whole number, got 'long'"),
+        (headwise.search, {"length": "long"}, "--length must be a whole number, got 'long'"),
         (headwise.search, {"samples": 0}, "--samples must be at least 1, got 0"),
-        (headwise.search, {"cost": "euros"}, "cost must be one of seconds, flops, got 'euros'"),
-        (headwise.search, {"max_kl": "low"}, "max_kl must be a number, got 'low'"),
+        (headwise.search, {"cost": "euros"}, "--cost must be one of seconds, flops, got 'euros'"),
+        (headwise.search, {"max_kl": "low"}, "--max-kl must be a number, got 'low'"),
         (headwise.gate, {"memory": True}, "unknown option 'memory'"),
         (headwise.evaluate, {"memory": True}, "unknown option 'memory'"),
     ],
