@@ -18,7 +18,6 @@ import torch
 
 import artifacts
 from artifacts import Finding, HeadwiseError
-from artifacts.commands import show
 from headwise.__main__ import main
 from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
@@ -155,7 +154,7 @@ def test_the_report_says_what_was_found_and_what_to_type_next(found, tiny_model)
     assert said.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
 
 
-def test_budget_has_the_same_words_in_report_page_and_map(found):
+def test_budget_has_the_same_words_in_report_page_and_map(found, capsys):
     artifact, arrays = artifacts.load_pair(found)
     search = artifact.search
     front = artifact.prefill.front
@@ -166,7 +165,8 @@ def test_budget_has_the_same_words_in_report_page_and_map(found):
     spending = f"budget asked 0.65, spent {search.spent:.3f} of dense attention's operations"
     density = f"density {np.nanmean(arrays['chosen.density']):.3f} of tiles"
     report = (found.parents[1] / "report.txt").read_text()
-    page = " ".join(show.run(show.Config(file=found)).text.split())
+    assert main(["show", str(found)]) == 0
+    page = " ".join(capsys.readouterr().out.split())
     title = figure(artifact, None).get_suptitle().replace("\n", " ")
     for text in (report, page, title):
         assert spending in text and density in text
