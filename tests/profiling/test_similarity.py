@@ -6,7 +6,6 @@ import csv
 import math
 import re
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 from profiling.inside.residual import ResidualStream
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
@@ -24,7 +24,6 @@ from profiling.similarities.mass import ability, agreement
 from profiling.similarities.run import run
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile
 from profiling.similarities.similarity_profile import load_profile as load
-from profiling.similarity import main
 from tests.search.conftest import save_tiny
 
 LENGTH, STEPS, TOP = 980, 20, 100
@@ -201,8 +200,11 @@ def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(loaded, tmp
 def test_the_command_writes_a_profile_that_comes_back(folder, tmp_path):
     out = tmp_path / "new" / "profile"
     main(
-        f"--model {folder} --out {out} --length 900 --steps 3 --samples 1 --task passkey "
-        "--task kv_retrieval --dtype float32 --top-k 50".split()
+        [
+            "similarity",
+            *f"--model {folder} --out {out} --length 900 --steps 3 --samples 1 --task passkey "
+            "--task kv_retrieval --dtype float32 --top-k 50".split(),
+        ]
     )
     profile = load(out)
     assert profile.tasks == ["passkey", "kv_retrieval"] and profile.agreement.shape == (2, 2)
@@ -229,7 +231,7 @@ def test_the_command_writes_a_profile_that_comes_back(folder, tmp_path):
 )
 def test_bad_settings(loaded, changes, said):
     with pytest.raises(HeadwiseError, match=said):
-        measure(replace(config("passkey"), **changes), loaded)
+        measure(config("passkey").replace(**changes), loaded)
 
 
 def test_a_model_that_only_slides(tmp_path):
