@@ -4,10 +4,15 @@ One budget, in seconds of this machine, is spent over all heads; held-out prompt
 Exit status 3: attention is less than 1.05 times as fast as the fastest dense attention, or the
 first token is slower (no file without --keep), or noise hides which is faster.
 
-    torchrun --nproc_per_node 2 -m headwise search --model MODEL --out cfg.yaml    two processes
+    torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
+
+`python -m search.heads` is the same command.
 """
 
 from __future__ import annotations
+
+import runpy
+import sys
 
 from artifacts import HeadwiseError
 from artifacts.cli.command import FOUND
@@ -59,3 +64,8 @@ def _run_published(config: Config) -> None:
         from search.published.search import run
     artifact = run(HeadSearch(**options))
     print(report_published(artifact, config.out, config.model))
+
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "search")
+    runpy.run_module("headwise", run_name="__main__", alter_sys=True)
