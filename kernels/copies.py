@@ -40,7 +40,7 @@ class DeviceConstant:
     @classmethod
     def from_host(cls, tensor: Tensor, device: torch.device) -> DeviceConstant:
         """DeviceConstant a tensor of the host."""
-        if device.type != "cuda":
+        if device.type != "cuda" or not tensor.numel():
             return cls(tensor.to(device))
         pinned = tensor.pin_memory()
         if torch.cuda.is_current_stream_capturing():

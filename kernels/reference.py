@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.call import AttentionCall, DecodeCall, Decoded, GradientCall
 from kernels.index import TILE, SparseIndex
-from kernels.patterns.last_queries import EstimateCall
+from kernels.patterns.last_queries import EstimateCall, Masses
 from kernels.patterns.paged import of_heads, of_sequence, parts
 from kernels.ragged import Ragged
 
@@ -179,7 +179,7 @@ class Estimate(_ServesAll):
     """Attention mass by key and by distance from the last queries, one head at a time."""
 
     @staticmethod
-    def run(call: EstimateCall) -> tuple[Tensor, Tensor]:
+    def run(call: EstimateCall) -> Masses:
         """See kernels.patterns.last_queries.estimate."""
         q = call.q
         k = call.k
@@ -201,7 +201,7 @@ class Estimate(_ServesAll):
                     # Position of the query: distance 0 is its own key.
                     at = k_len - last + row
                     slash[b, i, : at + 1] += weights[row, : at + 1].flip(0)
-        return vertical, slash
+        return Masses(vertical, slash)
 
 
 def logits_of(q: Tensor, k: Tensor, seen: Tensor, *, scale: float, softcap: float | None) -> Tensor:

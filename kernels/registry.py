@@ -40,6 +40,7 @@ BACKENDS = {
             "decode": "kernels.decode.triton",
             "estimate": "kernels.patterns.triton:Estimate",
             "means": "kernels.patterns.triton:Means",
+            "select": "kernels.patterns.triton:Select",
             "top_k": "kernels.patterns.triton:TopK",
         },
     ),
@@ -65,6 +66,7 @@ BACKENDS = {
             "gradient": "kernels.reference:Gradient",
             "estimate": "kernels.reference:Estimate",
             "means": "kernels.patterns.block_sparse:ReferenceMeans",
+            "select": "kernels.patterns.base:ReferenceSelect",
             "tiles": "kernels.patterns.block_sparse:ReferenceTiles",
             "top_k": "kernels.topk:Reference",
             "evict": "kernels.decode.dropping:Reference",
@@ -72,7 +74,7 @@ BACKENDS = {
     ),
 }
 # Of these the reference is fast enough on any device: only a failed build is reported.
-_QUIET = ("estimate", "means", "tiles", "top_k", "evict")
+_QUIET = ("estimate", "means", "select", "tiles", "top_k", "evict")
 
 _log = logging.getLogger("headwise")
 _failed: dict[tuple[object, ...], str] = {}

@@ -161,6 +161,12 @@ def csr_offsets(
     return offsets.read(), total
 
 
+def count_entries(size: int, rows: int, first: int) -> int:
+    """Entries of the lists of a head: row r has `size` of them, or first + r if those are fewer."""
+    rising = min(max(size - first, 0), rows)
+    return rising * first + rising * (rising - 1) // 2 + (rows - rising) * size
+
+
 @sized_cache(lambda made: made[0].nbytes, 1 << 26)
 def _made(
     sizes: tuple[int, ...],

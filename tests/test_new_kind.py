@@ -36,15 +36,11 @@ WALK = {
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
-import torch
-
-from kernels.copies import on_device
-from kernels.index import PAD, TILE, SparseIndex, no_lists, num_rows
-from kernels.patterns.base import Builder, Inputs, Pattern
+from kernels.index import TILE
+from kernels.patterns.base import Pattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,27 +51,8 @@ class Band(Pattern):
 
     tiles: int
 
-    @classmethod
-    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
-        batch, _, q_len, _ = inputs.q.shape
-        k_len = inputs.k.shape[2]
-        device = inputs.q.device
-
-        def entries(counts: list[int]) -> torch.Tensor:
-            at = torch.arange(max(counts), dtype=torch.int32, device=device)
-            limit = on_device(tuple(counts), device, torch.int32)[:, None]
-            return torch.where(at < limit, at, PAD).expand(batch, -1, -1).contiguous()
-
-        def build(patterns: Sequence[Self]) -> SparseIndex:
-            return SparseIndex.built(
-                q_len=q_len,
-                k_len=k_len,
-                diagonals=entries([p.tiles for p in patterns]),
-                **no_lists(batch, len(patterns), num_rows(q_len, k_len), device=device),
-                columns=entries([min(TILE, k_len)] * len(patterns)),
-            )
-
-        return build
+    def limits(self) -> tuple[int, int]:
+        return TILE, self.tiles
 ''',
     },
     "kernels/patterns/__init__.py": {

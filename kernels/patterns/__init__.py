@@ -13,11 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from kernels.checks import check_groups, check_query_length, check_tensors
-from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
-from kernels.joining import concat_heads, concat_sequences
+from kernels.joining import concat_sequences
 from kernels.patterns.a_shape import AShape
-from kernels.patterns.base import NOT_SIZES, Builder, Inputs, Pattern
+from kernels.patterns.base import NOT_SIZES, Builder, Inputs, Part, Pattern, build_index
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense, dense_index
 from kernels.patterns.paged import Keys, Paged, of_sequence
@@ -223,13 +222,9 @@ class LayerPlan:
         ):
             # Every row is one of the tail: there is nothing to select.
             return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-        order: list[int] = []
         parts = []
         for cls, heads in self._kinds.items():
             patterns = [self.patterns[head] for head in heads]
-            build = cls.prepare(patterns, Inputs(heads, q, k, scale, window))
-            parts.append(build(patterns))
-            order += heads
-        # The place of each head in the concatenation of the parts.
-        place = sorted(range(len(order)), key=order.__getitem__)
-        return concat_heads(parts, on_device(tuple(place), q.device), place)
+            builder = cls.prepare(patterns, Inputs(heads, q, k, scale, window))
+            parts.append(Part(heads, patterns, builder))
+        return build_index(parts)

@@ -6,13 +6,18 @@ kind in a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
-from kernels.index import SparseIndex
+from kernels import registry
+from kernels.copies import DeviceConstant, on_device, sized_cache
+from kernels.index import PAD, SparseIndex, no_lists, num_rows, num_tiles
+from kernels.joining import concat_heads
 from kernels.patterns.paged import Keys
 
 
@@ -35,8 +40,149 @@ class Inputs(NamedTuple):
     window: int | None = None
 
 
-Builder = Callable[[Sequence[Any]], SparseIndex]
-"""Function from patterns of a kind, one a head, to the index of those heads."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Builder:
+    """What heads of one kind read of their inputs, once; called with patterns it builds an index.
+
+    It holds neither queries nor keys. Fields are as in Inputs.
+    """
+
+    batch: int
+    q_len: int
+    k_len: int
+    scale: float
+    window: int | None
+    device: torch.device
+
+    @classmethod
+    def read(cls, inputs: Inputs, **what: Any) -> Self:
+        """The builder that has read `what` of these inputs."""
+        q = inputs.q
+        return cls(
+            batch=q.shape[0],
+            q_len=q.shape[2],
+            k_len=inputs.k.shape[2],
+            scale=inputs.scale,
+            window=inputs.window,
+            device=q.device,
+            **what,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Query tiles."""
+        return num_rows(self.q_len, self.k_len)
+
+    def __call__(self, patterns: Sequence[Any]) -> SparseIndex:
+        """The index of heads with these patterns, one a head."""
+        return build_index([Part(range(len(patterns)), patterns, self)])
+
+    def widths(self, patterns: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
+        """Most diagonals, tiles of a row, and columns of each head, as in SparseIndex.widths."""
+        n = num_tiles(self.k_len)
+        limits = [pattern.limits() for pattern in patterns]
+        return tuple(
+            (min(diagonals, n), 0, min(columns, self.k_len)) for columns, diagonals in limits
+        )
+
+    def select(self, patterns: Sequence[Any]) -> SparseIndex:
+        """The same in torch or native code."""
+        raise NotImplementedError
+
+
+class Part(NamedTuple):
+    """Heads of one kind in a layer, their patterns, and what they read."""
+
+    heads: Sequence[int]
+    patterns: Sequence[Any]
+    builder: Builder
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SelectCall:
+    """A build of the index of a layer from its parts, which together have heads 0, 1 ..."""
+
+    parts: Sequence[Part]
+
+    @property
+    def builder(self) -> Builder:
+        """Any of the builders: they share the fields of Builder."""
+        return self.parts[0].builder
+
+    @property
+    def device(self) -> torch.device:
+        return self.builder.device
+
+
+def build_index(parts: Sequence[Part], backend: str = "auto") -> SparseIndex:
+    """The index of a layer; `backend` is as for sparse_attention, the reference is torch."""
+    index: SparseIndex = registry.run("select", SelectCall(parts), backend)
+    return index
+
+
+class ReferenceSelect:
+    """The index of each part by itself, on any device, and then one of all."""
+
+    @staticmethod
+    def supports(call: SelectCall) -> str | None:
+        """The reason why this backend cannot serve the call: always None."""
+        return None
+
+    @staticmethod
+    def run(call: SelectCall) -> SparseIndex:
+        """See build_index."""
+        order = [head for part in call.parts for head in part.heads]
+        # The place of each head in the concatenation of the parts.
+        place = sorted(range(len(order)), key=order.__getitem__)
+        indices = [part.builder.select(part.patterns) for part in call.parts]
+        return concat_heads(indices, on_device(tuple(place), call.device), place)
+
+
+class First(Builder):
+    """A builder of what depends on no input: the first diagonals and the first columns."""
+
+    def select(self, patterns: Sequence[Pattern]) -> SparseIndex:
+        """See Builder."""
+        widths = self.widths(patterns)
+        diagonals, columns = (copy.read() for copy in _first(widths, self.batch, self.device))
+        return SparseIndex.built(
+            widths=widths,
+            q_len=self.q_len,
+            k_len=self.k_len,
+            diagonals=diagonals,
+            **no_lists(self.batch, len(patterns), self.rows, device=self.device),
+            columns=columns,
+            skip=skip_bounds(patterns, self.batch, self.k_len, self.device),
+        )
+
+
+@sized_cache(lambda copies: sum(copy.nbytes for copy in copies), 1 << 26)
+def _first(
+    widths: tuple[tuple[int, int, int], ...], batch: int, device: torch.device
+) -> tuple[DeviceConstant, DeviceConstant]:
+    """Diagonals and columns (B, h, any width), made once for each length; not to be written to."""
+    diagonals, _, columns = zip(*widths, strict=True)
+    with torch.inference_mode(False):
+        return _counted(diagonals, batch, device), _counted(columns, batch, device)
+
+
+def _counted(counts: Sequence[int], batch: int, device: torch.device) -> DeviceConstant:
+    """0, 1 ... counts[i] - 1 for each head i: (B, h, any width) int32, padded."""
+    at = torch.arange(max(counts), dtype=torch.int32, device="cpu")
+    limit = torch.tensor(counts, dtype=torch.int32, device="cpu")[:, None]
+    entries = torch.where(at < limit, at, PAD).expand(batch, -1, -1).contiguous()
+    return DeviceConstant.from_host(entries, device)
+
+
+def skip_bounds(
+    patterns: Sequence[Pattern], batch: int, k_len: int, device: torch.device
+) -> Tensor | None:
+    """`skip` of an index of heads with these patterns."""
+    bounds = [pattern.bound(k_len) for pattern in patterns]
+    if all(bound is None for bound in bounds):
+        return None
+    known = tuple(-math.inf if bound is None else bound for bound in bounds)
+    return on_device(known, device, torch.float32).expand(batch, -1)
 
 
 def _no_size(value: object) -> str | None:
@@ -87,6 +233,16 @@ class Pattern:
         sizes = {name: round(getattr(self, name) * ratio) for name in self.growing}
         return replace(self, **sizes)
 
+    def limits(self) -> tuple[int, int]:
+        """Most columns and most diagonals of a head: the first, where nothing is read.
+
+        Vertical-slash counts distances in place of diagonals."""
+        raise NotImplementedError
+
+    def bound(self, k_len: int) -> float | None:
+        """The log of a threshold on `k_len` keys (SparseIndex.skip); None: no tile is skipped."""
+        return None
+
     @classmethod
     def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """Do once what does not depend on sizes, to build many indices over the same tensors.
@@ -100,4 +256,4 @@ class Pattern:
             A function from h patterns to the index of those h heads. Building waits for no device,
             and the widths of the index follow from sizes and lengths alone.
         """
-        raise NotImplementedError
+        return First.read(inputs)

@@ -40,69 +40,71 @@ class BlockSparse(Pattern):
     blocks: int
     coverage: float | None = field(default=None, metadata=SHARE)
 
+    def limits(self) -> tuple[int, int]:
+        """See Pattern.limits."""
+        return 0, 1
+
     @classmethod
     def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """See Pattern.prepare."""
-        heads, q, k, scale, window = inputs
-        means = (
-            mean_of_tiles(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE),
-            mean_of_tiles(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),
-        )
-        # The function holds the means, not queries and keys.
-        q_len = q.shape[2]
-        k_len = k.shape[2]
-        return lambda patterns: select(
-            *means, patterns, q_len=q_len, k_len=k_len, scale=scale, window=window
+        heads, q, k, _, _ = inputs
+        return Lists.read(
+            inputs,
+            queries=mean_of_tiles(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE),
+            keys=mean_of_tiles(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),
         )
 
 
-def select(
-    queries: Tensor,
-    keys: Tensor,
-    patterns: Sequence[BlockSparse],
-    *,
-    q_len: int,
-    k_len: int,
-    scale: float,
-    window: int | None = None,
-    backend: str = "auto",
-) -> SparseIndex:
-    """The index of each row's best tiles by mean queries (B, h, R, D) and keys (B, h, N, D)."""
-    (batch, heads, rows, _) = queries.shape
-    n = keys.shape[2]
-    device = queries.device
-    first = (k_len - q_len) // TILE
-    if window is None:
-        reach = n - 1
-    else:
-        reach = min(num_tiles(window - 1), n - 1)
-    # The own tile is not listed.
-    widths = tuple(min(max(p.blocks, 2) - 1, reach) for p in patterns)
-    offsets, total = csr_offsets(widths, batch, rows, first, device)
-    tiles: Tensor = registry.run(
-        "tiles",
-        TilesCall(
-            queries,
-            keys,
-            blocks=[p.blocks for p in patterns],
-            coverage=[p.coverage for p in patterns],
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lists(Builder):
+    """A builder of each row's best tiles by mean queries (B, h, R, D) and keys (B, h, N, D)."""
+
+    queries: Tensor
+    keys: Tensor
+
+    @property
+    def reach(self) -> int:
+        """How many tiles before its own a row sees."""
+        before = num_tiles(self.k_len) - 1
+        if self.window is None:
+            return before
+        return min(num_tiles(self.window - 1), before)
+
+    def widths(self, patterns: Sequence[BlockSparse]) -> tuple[tuple[int, int, int], ...]:
+        """See Builder. A row does not list its own tile."""
+        return tuple((1, min(max(p.blocks, 2) - 1, self.reach), 0) for p in patterns)
+
+    def select(self, patterns: Sequence[BlockSparse], backend: str = "auto") -> SparseIndex:
+        """See Builder."""
+        widths = self.widths(patterns)
+        shape = (self.batch, len(patterns))
+        first = (self.k_len - self.q_len) // TILE
+        sizes = tuple(width for _, width, _ in widths)
+        offsets, total = csr_offsets(sizes, self.batch, self.rows, first, self.device)
+        tiles: Tensor = registry.run(
+            "tiles",
+            TilesCall(
+                self.queries,
+                self.keys,
+                blocks=[p.blocks for p in patterns],
+                coverage=[p.coverage for p in patterns],
+                offsets=offsets,
+                first=first,
+                reach=self.reach,
+                scale=self.scale,
+                total=total,
+            ),
+            backend,
+        )
+        return SparseIndex.built(
+            widths=widths,
+            q_len=self.q_len,
+            k_len=self.k_len,
+            diagonals=torch.zeros(*shape, 1, dtype=torch.int32, device=self.device),
+            tiles=tiles,
             offsets=offsets,
-            first=first,
-            reach=reach,
-            scale=scale,
-            total=total,
-        ),
-        backend,
-    )
-    return SparseIndex.built(
-        widths=tuple((1, width, 0) for width in widths),
-        q_len=q_len,
-        k_len=k_len,
-        diagonals=torch.zeros(batch, heads, 1, dtype=torch.int32, device=device),
-        tiles=tiles,
-        offsets=offsets,
-        columns=empty_entries(batch, heads, 0, device=device),
-    )
+            columns=empty_entries(*shape, 0, device=self.device),
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -14,7 +14,7 @@ from kernels.attention.cpu import engines, unsupported
 from kernels.copies import contiguous, with_rows
 from kernels.native import build
 from kernels.patterns.block_sparse import MeansCall, TilesCall, pooled
-from kernels.patterns.last_queries import EstimateCall
+from kernels.patterns.last_queries import EstimateCall, Masses
 from kernels.patterns.paged import Keys
 from kernels.topk import TopKCall
 
@@ -32,7 +32,7 @@ class Estimate:
         return _declined(call.q)
 
     @staticmethod
-    def run(call: EstimateCall) -> tuple[Tensor, Tensor]:
+    def run(call: EstimateCall) -> Masses:
         """See kernels.patterns.last_queries.estimate."""
         masses: tuple[Tensor, Tensor] = torch.ops.headwise.vertical_slash_estimate(
             with_rows(call.q),
@@ -43,7 +43,7 @@ class Estimate:
             call.window or 0,
             engines(call.q.dtype)[0],
         )
-        return masses
+        return Masses(*masses)
 
 
 class Means:

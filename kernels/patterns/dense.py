@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
-from kernels.index import SparseIndex, empty_entries, no_lists, num_rows, num_tiles
-from kernels.patterns.base import Builder, Inputs, Pattern
+from kernels.index import PAD, SparseIndex, empty_entries, no_lists, num_rows, num_tiles
+from kernels.patterns.base import Pattern
 from kernels.ragged import Ragged
 
 
@@ -20,12 +19,9 @@ class Dense(Pattern):
 
     kind: ClassVar[str] = "dense"
 
-    @classmethod
-    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
-        """See Pattern.prepare."""
-        q = inputs.q
-        index = dense_index(q.shape[0], len(inputs.heads), q.shape[2], inputs.k.shape[2], q.device)
-        return lambda patterns: index
+    def limits(self) -> tuple[int, int]:
+        """See Pattern.limits."""
+        return 0, PAD
 
 
 @lru_cache(maxsize=64)

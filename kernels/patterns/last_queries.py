@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,30 @@ class EstimateCall:
         return self.q.device
 
 
+class Masses(NamedTuple):
+    """Attention masses of the last queries; each adds up to their number.
+
+    Attributes:
+        vertical: (B, h, K) fp32, mass on key j.
+        near: (B, h, S) fp32, mass at distance s = query position - key position, or a part of it.
+            There is none from S on.
+        far: None, or (B, h, S) fp32, the rest of it.
+    """
+
+    vertical: Tensor
+    near: Tensor
+    far: Tensor | None = None
+
+    def slash(self) -> Tensor:
+        """(B, h, K) fp32, mass at each distance."""
+        if self.far is None:
+            return self.near
+        slash = torch.zeros_like(self.vertical)
+        seen = min(self.near.shape[-1], slash.shape[-1])
+        torch.add(self.near[..., :seen], self.far[..., :seen], out=slash[..., :seen])
+        return slash
+
+
 @torch.no_grad()
 def estimate(
     q: Tensor,
@@ -41,7 +66,7 @@ def estimate(
     scale: float,
     window: int | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> Masses:
     """Attention mass of each column and diagonal from the last queries (Algorithm 2, lines 1-6).
 
     Args:
@@ -52,12 +77,8 @@ def estimate(
         scale: factor on the logits.
         window: how many keys a query sees, itself included; None for all.
         backend: as for sparse_attention; the reference is torch.
-
-    Returns:
-        vertical (B, h, K): mass on key j; slash (B, h, K): mass at distance s = query position -
-        key position. fp32; each adds up to the number of last queries.
     """
-    masses: tuple[Tensor, Tensor] = registry.run(
+    masses: Masses = registry.run(
         "estimate", EstimateCall(q, k, heads, last_q, scale, window), backend
     )
     return masses

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
-import torch
-
-from kernels.copies import on_device
-from kernels.index import SparseIndex
-from kernels.patterns.base import Builder, Inputs, Pattern
-from kernels.patterns.dense import dense_index
+from kernels.index import PAD
+from kernels.patterns.base import Pattern
 
 
 def _no_factor(value: object) -> str | None:
@@ -40,17 +35,6 @@ class SkipSoftmax(Pattern):
             return math.log(self.scale_factor / k_len)
         return -math.inf
 
-    @classmethod
-    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
-        """See Pattern.prepare. Nothing is chosen here: the kernel skips."""
-        q = inputs.q
-        k_len = inputs.k.shape[2]
-        every = dense_index(q.shape[0], len(inputs.heads), q.shape[2], k_len, q.device)
-
-        def build(patterns: Sequence[Self]) -> SparseIndex:
-            bounds = tuple(pattern.bound(k_len) for pattern in patterns)
-            return every.changed(
-                skip=on_device(bounds, q.device, torch.float32).expand(q.shape[0], -1)
-            )
-
-        return build
+    def limits(self) -> tuple[int, int]:
+        """See Pattern.limits. Nothing is chosen here: the kernel skips."""
+        return 0, PAD

@@ -8,7 +8,7 @@ dim."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,16 +18,19 @@ from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, select_config, split, unavailable
 from kernels.copies import on_device, with_rows
-from kernels.index import TILE, num_tiles
-from kernels.patterns.block_sparse import MeansCall
-from kernels.patterns.last_queries import EstimateCall
+from kernels.index import TILE, SparseIndex, no_lists, num_tiles
+from kernels.patterns.base import First, SelectCall, skip_bounds
+from kernels.patterns.block_sparse import Lists, MeansCall, chunks
+from kernels.patterns.last_queries import EstimateCall, Masses
 from kernels.patterns.paged import Keys
+from kernels.patterns.vertical_slash import Lines
 from kernels.registry import build_failure
-from kernels.topk import TopKCall
+from kernels.topk import TopKCall, count_entries
 from kernels.triton_calls import KernelCall, or_placeholder, run_calls
 
 _MODULE = f"{__package__}.triton_kernels"
 _MEANS = f"{__package__}.triton_means_kernels"
+_SELECT = f"{__package__}.triton_select_kernel"
 _TOPK = f"{__package__}.triton_topk_kernel"
 _LOG2E = 1.4426950408889634
 _MAX_DIM = 256
@@ -61,7 +64,7 @@ class Estimate:
         return _declined(call.q)
 
     @staticmethod
-    def run(call: EstimateCall) -> tuple[Tensor, Tensor]:
+    def run(call: EstimateCall) -> Masses:
         """See kernels.patterns.last_queries.estimate."""
         q = call.q
         k_len = call.k.shape[2]
@@ -77,10 +80,7 @@ class Estimate:
         vertical = new(*shape, k_len, dtype=torch.float32, device=q.device)
         near, far = torch.empty(2, *shape, distances, dtype=torch.float32, device=q.device)
         launch(how.masses(partial, vertical, near, far), q.device)
-        slash = torch.zeros_like(vertical)
-        seen = min(near.shape[-1], k_len)
-        torch.add(near[..., :seen], far[..., :seen], out=slash[..., :seen])
-        return vertical, slash
+        return Masses(vertical, near, far)
 
 
 class Means:
@@ -97,6 +97,32 @@ class Means:
         made, kernel = means(call.x, call.heads, lead=call.lead)
         launch(kernel, call.device)
         return made
+
+
+class Select:
+    """The index of a layer: one launch writes it, several that of a very long prompt."""
+
+    @staticmethod
+    def supports(call: SelectCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        if reason := unavailable(call.device):
+            return reason
+        kinds = [type(part.builder) for part in call.parts]
+        if kinds == [First]:
+            return "there is nothing to select"
+        if unknown := [kind.__name__ for kind in kinds if kind not in (First, Lines, Lists)]:
+            return f"it does not know what {unknown[0]} selects"
+        return build_failure("builders", str(call.device))
+
+    @staticmethod
+    def run(call: SelectCall) -> SparseIndex:
+        """See kernels.patterns.base.build_index."""
+        index, arguments, constants = layout(call)
+        for scores in tile_scores(call, index):
+            launch(selection(arguments | scores, constants), call.device)
+            # Columns, diagonals and offsets are written.
+            arguments["lines"] = 0
+        return index
 
 
 class TopK:
@@ -121,13 +147,111 @@ class TopK:
         return places
 
 
+def layout(call: SelectCall) -> tuple[SparseIndex, dict[str, Any], dict[str, Any]]:
+    """Memory for the index of a layer; arguments and constants of the launches that write it."""
+    some = call.builder
+    device = call.device
+    heads: dict[int, tuple[Any, tuple[int, int, int], int]] = {}
+    listed: list[int] = []
+    masses = None
+    massed = reach = 0
+    for part in call.parts:
+        places: Sequence[int] = [-1] * len(part.heads)
+        if isinstance(part.builder, Lines):
+            masses = part.builder.masses
+            massed = len(places)
+            places = range(massed)
+        elif isinstance(part.builder, Lists):
+            reach = part.builder.reach
+            for head, pattern in zip(part.heads, part.patterns, strict=True):
+                listed += (head, max(pattern.blocks, 2) - 1)
+        sizes = zip(part.patterns, part.builder.widths(part.patterns), places, strict=True)
+        heads |= zip(part.heads, sizes, strict=True)
+    patterns, widths, order = zip(*(heads[head] for head in range(len(heads))), strict=True)
+    shape = (some.batch, len(heads))
+    first = num_tiles(some.k_len) - some.rows
+    most = [max(each) for each in zip(*widths, strict=True)]
+    diagonals, columns = (
+        torch.empty(*shape, width, dtype=torch.int32, device=device) for width in most[::2]
+    )
+    lists = no_lists(*shape, some.rows, device=device)
+    if listed:
+        total = sum(count_entries(width, some.rows, first) for _, width, _ in widths)
+        lists = {
+            "tiles": torch.empty(some.batch * total, dtype=torch.int32, device=device),
+            "offsets": torch.empty(*shape, some.rows + 1, dtype=torch.int64, device=device),
+        }
+    index = SparseIndex.built(
+        widths=widths,
+        q_len=some.q_len, k_len=some.k_len, diagonals=diagonals, columns=columns, **lists,
+        skip=skip_bounds(patterns, some.batch, some.k_len, device),
+    )  # fmt: skip
+    table = (x for place, p in zip(order, patterns, strict=True) for x in (place, *p.limits()))
+    numbers = on_device(tuple(table), device, torch.int32)
+    shares = [getattr(pattern, "coverage", None) or 0.0 for pattern in patterns]
+    # All of the mass is more than any sum of it: rounding must not leave out the last.
+    shares = [2.0 if share >= 1 else share for share in shares]
+    # Absent tensors are never read.
+    vertical, near, far = masses or (numbers, numbers, None)
+    arguments = {
+        "vertical": vertical.contiguous(), "near": near.contiguous(),
+        "far": or_placeholder(far, numbers), "table": numbers,
+        "listed": on_device(tuple(listed), device, torch.int32) if listed else numbers,
+        "shares": on_device(tuple(shares), device, torch.float64) if any(shares) else numbers,
+        "diagonals": diagonals, "columns": columns, **lists,
+        "lines": 2 * shape[0] * shape[1], "heads": shape[1], "massed": massed,
+        "lists": len(listed) // 2, "k_len": some.k_len, "n": num_tiles(some.k_len),
+        "seen": near.shape[-1], "diagonals_width": most[0], "columns_width": most[2],
+        "all_rows": some.rows, "first": first, "reach": reach, "scale": some.scale,
+    }  # fmt: skip
+    constants = {
+        "LISTS": bool(listed), "COVERAGE": any(shares), "FAR": far is not None,
+        "CHUNK": _chunk(some.k_len), "ROW_CHUNK": _chunk(num_tiles(some.k_len)),
+    }  # fmt: skip
+    return index, arguments, constants
+
+
+def tile_scores(call: SelectCall, index: SparseIndex) -> Iterator[dict[str, Any]]:
+    """Arguments of each launch for a layer's index: scores by which query tiles list key tiles."""
+    lists = [part.builder for part in call.parts if isinstance(part.builder, Lists)]
+    if not index.tiles.numel():
+        yield {"scores": index.diagonals, "row": 0, "rows": 0, "tile": 0, "width": 0}
+        return
+    queries = lists[0].queries.flatten(0, 1)
+    keys = lists[0].keys.flatten(0, 1).transpose(1, 2)
+    for some in chunks(queries.shape[1], 4 * len(keys) * keys.shape[2], call.device):
+        # No row of the chunk sees a tile outside of these.
+        tile = max(index.first_row + some.start - lists[0].reach, 0)
+        scores = torch.bmm(queries[:, some], keys[:, :, tile : index.first_row + some.stop])
+        rows, width = scores.shape[1:]
+        yield {"scores": scores, "row": some.start, "rows": rows, "tile": tile, "width": width}
+
+
+def selection(arguments: dict[str, Any], constants: dict[str, Any]) -> KernelCall:
+    """A launch that writes an index."""
+    rows = arguments["diagonals"].shape[0] * arguments["lists"] * arguments["rows"]
+    return KernelCall(
+        module=_SELECT,
+        kernel="select_kernel",
+        grid=(arguments["lines"] + rows,),
+        arguments=arguments,
+        constants=constants,
+        options={"num_warps": max(1, constants["CHUNK"] // 512), "enable_fp_fusion": True},
+    )
+
+
+def _chunk(n: int) -> int:
+    """Scores of n that a program takes at a time."""
+    return min(max(128, 1 << (n - 1).bit_length()), _CHUNK)
+
+
 def top_k(call: TopKCall) -> tuple[Tensor, KernelCall]:
     """Memory for the places, and the launch that fills it."""
     scores = call.scores
     n = scores.shape[-1]
     width = min(max(call.sizes), n)
     places = torch.empty(*scores.shape[:-1], width, dtype=torch.int32, device=scores.device)
-    chunk = min(max(128, 1 << (n - 1).bit_length()), _CHUNK)
+    chunk = _chunk(n)
     arguments = {
         "scores": scores.contiguous(), "sizes": on_device(tuple(call.sizes), scores.device),
         "places": places,

@@ -1,7 +1,10 @@
 """Device code of top-k; kernels.patterns.triton launches it. Imports triton.
 
 Shapes: B batch, H query heads, h heads of one kind, R query tiles, N key tiles, K key length.
-"""
+
+A row of scores is a tuple (scores, more, seen, factor, top, total), of which only what its sort
+needs is read. PLAIN: scores. SUM: scores + more at the first `seen` places, 0 at others. SOFTMAX:
+exp2((scores - top) * factor) / total where `factor` is positive, else scores."""
 
 from __future__ import annotations
 
@@ -9,13 +12,27 @@ import triton
 import triton.language as tl
 
 PAD = tl.constexpr(2**31 - 1)
+PLAIN = tl.constexpr(0)
+SUM = tl.constexpr(1)
+SOFTMAX = tl.constexpr(2)
+# Mass is added up in whole numbers, as in kernels.topk.
+_UNITS = tl.constexpr(2.0**40)
 
 
 @triton.jit
-def _scores(scores, at, n):
+def _scores(row, at, n, SORT: tl.constexpr):
     """Scores of some places; -inf for NaN and from n on."""
-    score = tl.load(scores + at, mask=at < n, other=float("-inf"))
-    return tl.where(score == score, score, float("-inf"))
+    scores, more, seen, factor, top, total = row
+    if SORT == SUM:
+        there = (at < n) & (at < seen)
+        score = tl.load(scores + at, mask=there, other=0.0)
+        score += tl.load(more + at, mask=there, other=0.0)
+    else:
+        score = tl.load(scores + at, mask=at < n, other=float("-inf"))
+    if SORT == SOFTMAX:  # noqa: SIM102 (known at compile time; the next is not)
+        if factor > 0:
+            score = tl.exp2((score - top) * factor) / total
+    return tl.where((score == score) & (at < n), score, float("-inf"))
 
 
 @triton.jit
@@ -26,7 +43,13 @@ def _ordered(scores):
 
 
 @triton.jit
-def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
+def units_of(scores):
+    """The masses of scores; none below 0."""
+    return (tl.maximum(scores, 0.0) * _UNITS).to(tl.int64)
+
+
+@triton.jit
+def _worst(row, first, n, wanted, CHUNK: tl.constexpr, SORT: tl.constexpr):
     """The worst of the best `wanted` scores of first ... n, _ordered, and its equals among them.
 
     A radix select: a histogram of eight bits at a time, from the highest, yields the digit."""
@@ -35,7 +58,7 @@ def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
     for level in tl.static_range(4):
         counts = tl.zeros([256], tl.int32)
         for start in range(first, n, CHUNK):
-            score = _scores(scores, start + tl.arange(0, CHUNK), n)
+            score = _scores(row, start + tl.arange(0, CHUNK), n, SORT)
             order = _ordered(score)
             alike = score > float("-inf")
             if level > 0:
@@ -52,24 +75,110 @@ def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _taken(scores, at, n, forced, worst, room):
-    """Mask of the places that are taken, and the number of those that equal the worst."""
-    score = _scores(scores, at, n)
+def _mass_above(row, first, n, bound, CHUNK: tl.constexpr, SORT: tl.constexpr):
+    """The mass of the scores of first ... n that are better than `bound`, _ordered."""
+    mass = tl.full([], 0, tl.int64)
+    for start in range(first, n, CHUNK):
+        score = _scores(row, start + tl.arange(0, CHUNK), n, SORT)
+        mass += tl.sum(tl.where(_ordered(score) > bound, units_of(score), 0))
+    return mass
+
+
+@triton.jit
+def _worst_by_mass(row, first, n, held, wanted, CHUNK: tl.constexpr, SORT: tl.constexpr):
+    """As _worst, of the fewest best scores that, with the mass `held`, hold the mass `wanted`.
+
+    Bit by bit: the sums of a digit's 256 masses would take the registers of 256 chunks."""
+    worst = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 1 << 31, tl.uint32)
+    for _ in range(32):
+        mass = held + _mass_above(row, first, n, (worst | bit) - 1, CHUNK, SORT)
+        worst = tl.where(mass.to(tl.float64) >= wanted, worst | bit, worst)
+        bit = bit >> 1
+    above = held + _mass_above(row, first, n, worst, CHUNK, SORT)
+    # Only positive scores have mass.
+    bits = tl.maximum((worst ^ 0x80000000).to(tl.int32, bitcast=True), 0)
+    unit = tl.maximum(units_of(bits.to(tl.float32, bitcast=True)), 1)
+    room = ((wanted - above.to(tl.float64)) / unit.to(tl.float64)).to(tl.int64)
+    room += ((above + room * unit).to(tl.float64) < wanted).to(tl.int64)
+    return worst, tl.minimum(tl.maximum(room, 0), n).to(tl.int32)
+
+
+@triton.jit
+def search(
+    row, first, forced, n, size, share, own, CHUNK: tl.constexpr, SORT: tl.constexpr,
+    COVERAGE: tl.constexpr,
+):  # fmt: skip
+    """The worst score that is taken, the room for its equals, and what all others must exceed.
+
+    Places first ... forced are taken before all others. A positive `share`, if COVERAGE: no more
+    are taken than hold this fraction of the mass; `own` has mass, and is taken, too."""
+    held = 0
+    own += tl.full([], 0.0, tl.float32)
+    mass = units_of(own)
+    for start in range(first, tl.minimum(forced, n), CHUNK):
+        score = _scores(row, start + tl.arange(0, CHUNK), tl.minimum(forced, n), SORT)
+        held += tl.sum((score > float("-inf")).to(tl.int32))
+        if COVERAGE:
+            mass += tl.sum(units_of(score))
+    begin = tl.maximum(first, forced)
+    worst, room = _worst(row, begin, n, tl.maximum(size - held, 0), CHUNK, SORT)
+    floor = float("-inf")
+    if COVERAGE:  # noqa: SIM102 (known at compile time; the next is not)
+        if share > 0:
+            floor = 0.0
+            total = own.to(tl.float64)
+            for start in range(first, n, CHUNK):
+                score = _scores(row, start + tl.arange(0, CHUNK), n, SORT)
+                total += tl.sum(tl.maximum(score, 0.0).to(tl.float64))
+            least, places = _worst_by_mass(row, begin, n, mass, total * share * _UNITS, CHUNK, SORT)
+            room = tl.where(
+                least > worst, places, tl.where(least == worst, tl.minimum(room, places), room)
+            )
+            worst = tl.maximum(least, worst)
+    return worst, room, floor
+
+
+@triton.jit
+def taken(row, at, n, forced, worst, room, floor, SORT: tl.constexpr):
+    """Mask of the places that are taken, and the number of those that equal the worst.
+
+    Args:
+        worst, floor: from `search`.
+        room: from `search`, less what is taken of it.
+    """
+    score = _scores(row, at, n, SORT)
     order = _ordered(score)
     there = score > float("-inf")
     equal = (there & (at >= forced) & (order == worst)).to(tl.int32)
     best = (order > worst) | ((equal != 0) & (tl.cumsum(equal, 0) <= room))
-    return there & ((at < forced) | best), tl.sum(equal)
+    return there & ((at < forced) | (best & (score > floor))), tl.sum(equal)
 
 
 @triton.jit
-def _search(scores, forced, n, size, CHUNK: tl.constexpr):
-    """The worst score and the room for its equals next to the first `forced` places."""
-    held = 0
-    for start in range(0, tl.minimum(forced, n), CHUNK):
-        score = _scores(scores, start + tl.arange(0, CHUNK), tl.minimum(forced, n))
-        held += tl.sum((score > float("-inf")).to(tl.int32))
-    return _worst(scores, forced, n, tl.maximum(size - held, 0), CHUNK)
+def pad_from(to, count, width, CHUNK: tl.constexpr):
+    """PAD in places count ... width."""
+    for start in range(0, width, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        tl.store(to + at, tl.zeros_like(at) + PAD, mask=(at >= count) & (at < width))
+
+
+@triton.jit
+def places_of(
+    row, first, forced, n, size, share, own, to, width, CHUNK: tl.constexpr, SORT: tl.constexpr,
+    COVERAGE: tl.constexpr,
+):  # fmt: skip
+    """Writes the places among first ... n that are taken, ascending, padded to `width`."""
+    worst, room, floor = search(row, first, forced, n, size, share, own, CHUNK, SORT, COVERAGE)
+    count = 0
+    for start in range(first, n, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        mask, equal = taken(row, at, n, forced, worst, room, floor, SORT)
+        place = count + tl.cumsum(mask.to(tl.int32), 0) - 1
+        tl.store(to + place, at, mask=mask & (place < size))
+        room -= equal
+        count = tl.minimum(count + tl.sum(mask.to(tl.int32)), size)
+    pad_from(to, count, width, CHUNK)
 
 
 @triton.jit(do_not_specialize=["heads", "rows", "n", "width"])
@@ -92,16 +201,7 @@ def top_k_kernel(
     if ENDS:
         end = tl.minimum(tl.load(ends + sequence), n)
     scores += row * n
-    places += row * width
-    worst, room = _search(scores, FORCED, end, size, CHUNK)
-    count = 0
-    for start in range(0, end, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        taken, equal = _taken(scores, at, end, FORCED, worst, room)
-        place = count + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(places + place, at, mask=taken & (place < size))
-        room -= equal
-        count = tl.minimum(count + tl.sum(taken.to(tl.int32)), size)
-    for start in range(0, width, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        tl.store(places + at, tl.zeros_like(at) + PAD, mask=(at >= count) & (at < width))
+    places_of(
+        (scores, scores, n, 0.0, 0.0, 1.0), 0, FORCED, end, size, 0.0, 0.0, places + row * width,
+        width, CHUNK, PLAIN, False,
+    )  # fmt: skip

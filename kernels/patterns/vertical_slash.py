@@ -1,6 +1,6 @@
 """Vertical-slash: columns and diagonals chosen at run time (MInference 1.0, Algorithms 2, 4).
 
-A build is `estimate`, which reads q and k, and `select`, which selects by the estimate.
+A build is `estimate`, which reads q and k, and `Lines`, which selects by the estimate.
 
 Shapes: B batch, h heads of this kind, K key length, N key tiles.
 """
@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
 
-from kernels.index import TILE, SparseIndex, no_lists, num_rows, num_tiles
+from kernels.index import TILE, SparseIndex, no_lists, num_tiles
 from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
-from kernels.patterns.last_queries import estimate
+from kernels.patterns.last_queries import Masses, estimate
 from kernels.topk import ascending, top_k_indices
 
 
@@ -37,40 +36,49 @@ class VerticalSlash(Pattern):
     last_q: int = 64
     coverage: float | None = field(default=None, metadata=SHARE)
 
+    def limits(self) -> tuple[int, int]:
+        """See Pattern.limits."""
+        return max(self.vertical, TILE), max(self.slash, TILE)
+
     @classmethod
     def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """See Pattern.prepare."""
         heads, q, k, scale, window = inputs
         masses = estimate(q, k, heads, [p.last_q for p in largest], scale=scale, window=window)
-        # The function holds the masses, not the queries.
-        q_len = q.shape[2]
-        return lambda patterns: select(*masses, patterns, q_len=q_len)
+        return Lines.read(inputs, masses=masses)
 
 
-def select(
-    vertical: Tensor, slash: Tensor, patterns: Sequence[VerticalSlash], *, q_len: int
-) -> SparseIndex:
-    """The index of each head's best columns and diagonals by mass (B, h, K) (Algorithm 4).
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lines(Builder):
+    """A builder of columns and diagonals from `masses` of the h heads (Algorithm 4)."""
 
-    A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and ceil(s / TILE), in
-    every row alike."""
-    (batch, heads, k_len) = vertical.shape
-    device = vertical.device
-    n = num_tiles(k_len)
-    coverage = [p.coverage for p in patterns]
-    columns = top_k_indices(
-        vertical, [max(p.vertical, TILE) for p in patterns], coverage, forced=TILE
-    )
-    distance = top_k_indices(
-        slash, [max(p.slash, TILE) for p in patterns], coverage, forced=TILE
-    ).to(torch.int64)
-    offsets = torch.zeros(batch, heads, n + 1, dtype=torch.bool, device=device)
-    for rounding in (0, TILE - 1):
-        offsets.scatter_(-1, ((distance + rounding) // TILE).clamp_max_(n), True)
-    return SparseIndex.built(
-        q_len=q_len,
-        k_len=k_len,
-        diagonals=ascending(offsets[..., :n], min(n, 2 * distance.shape[-1])),
-        **no_lists(batch, heads, num_rows(q_len, k_len), device=device),
-        columns=columns,
-    )
+    masses: Masses
+
+    def widths(self, patterns: Sequence[VerticalSlash]) -> tuple[tuple[int, int, int], ...]:
+        """See Builder."""
+        n = num_tiles(self.k_len)
+        limits = [p.limits() for p in patterns]
+        return tuple((min(n, 2 * d), 0, min(c, self.k_len)) for c, d in limits)
+
+    def select(self, patterns: Sequence[VerticalSlash]) -> SparseIndex:
+        """See Builder. A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and
+        ceil(s / TILE), in every row alike."""
+        n = num_tiles(self.k_len)
+        coverage = [p.coverage for p in patterns]
+        columns, distances = zip(*(p.limits() for p in patterns), strict=True)
+        chosen = top_k_indices(self.masses.vertical, columns, coverage, forced=TILE)
+        distance = top_k_indices(self.masses.slash(), distances, coverage, forced=TILE).to(
+            torch.int64
+        )
+        shape = (self.batch, len(patterns))
+        offsets = torch.zeros(*shape, n + 1, dtype=torch.bool, device=self.device)
+        for rounding in (0, TILE - 1):
+            offsets.scatter_(-1, ((distance + rounding) // TILE).clamp_max_(n), True)
+        return SparseIndex.built(
+            widths=self.widths(patterns),
+            q_len=self.q_len,
+            k_len=self.k_len,
+            diagonals=ascending(offsets[..., :n], min(n, 2 * distance.shape[-1])),
+            **no_lists(*shape, self.rows, device=self.device),
+            columns=chosen,
+        )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kernels.attention import triton as attention
 from kernels.index import PAD, SparseIndex, no_lists, num_tiles
-from kernels.patterns import LayerPlan, make, triton
+from kernels.patterns import Inputs, LayerPlan, Pattern, make, triton
+from kernels.patterns.base import Part, build_index
 from kernels.patterns.block_sparse import MeansCall, mean_of_tiles
 from kernels.patterns.last_queries import estimate
 from kernels.patterns.paged import Paged
@@ -104,7 +105,7 @@ def estimate_error(case: Estimate, device: torch.device, backend: str = "triton"
     found = estimate(q, k, case.heads, case.last_q, **how, backend=backend)
     exact = (q.float(), k.float())
     expected = estimate(*exact, case.heads, case.last_q, **how, backend="reference")
-    return max(largest(*pair) for pair in zip(found, expected, strict=True))
+    return max(largest(found.vertical, expected.vertical), largest(found.slash(), expected.slash()))
 
 
 # Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile
@@ -271,8 +272,8 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
 
     how = {"scale": 0.3, "window": case.window}
     masses = [estimate(q, keys, [0, 2, 3, 5], [64, 100, 1, 64], **how) for keys in (where, k)]
-    compare("vertical", masses[0][0], masses[1][0])
-    compare("slash", masses[0][1], masses[1][1])
+    compare("vertical", masses[0].vertical, masses[1].vertical)
+    compare("slash", masses[0].slash(), masses[1].slash())
     compare(
         "means", *(mean_of_tiles(keys, list(range(case.kv_heads)), lead=0) for keys in (where, k))
     )
@@ -293,6 +294,67 @@ def paged_error(case: Build, device: torch.device) -> float:
         half = torch.empty(1, 1, 1, case.head_dim, dtype=torch.float16, device=device)
         assert triton.Means.supports(MeansCall(half, (0,), 0)) is None
     return sum(map(abs, found.values()))
+
+
+# A layer of every kind, by number and by coverage.
+UNLIKE = (
+    make("vertical_slash", vertical=80, slash=90),
+    make("a_shape", sink=70, window=100),
+    make("block_sparse", blocks=3),
+    make("skip_softmax", scale_factor=3.0),
+    make("dense"),
+    make("block_sparse", blocks=9, coverage=0.7),
+)
+LAYERS = {
+    f"layer: {q} of {k}, batch {batch}, window {window}, {name}": (
+        Build(q_len=q, k_len=k, page=0, batch=batch, window=window),
+        patterns,
+    )
+    for q, k, batch, window in (
+        (1, 1, 1, None),
+        (10, 140, 1, None),
+        (257, 257, 1, None),
+        (130, 300, 1, None),
+        (70, 301, 2, None),
+        (130, 400, 1, 65),
+    )
+    for name, patterns in (("unlike", UNLIKE), ("by number", BY_NUMBER), ("every", EVERY))
+} | {
+    "layer: 64 of 4,200, batch 1, window None, by number": (
+        Build(q_len=64, k_len=4200, page=0),
+        BY_NUMBER,
+    )
+}
+
+
+def layer_error(
+    case: tuple[Build, Sequence[Pattern]], device: torch.device, backend: str = "triton"
+) -> int:
+    """Numbers of a layer's index that differ from the reference's, by the same masses and means."""
+    build, patterns = case
+    torch.manual_seed(build.k_len)
+    q, k = (
+        torch.randn(build.batch, heads, length, build.head_dim, device=device).to(build.dtype)
+        for heads, length in ((6, build.q_len), (build.kv_heads, build.k_len))
+    )
+    kinds: dict[type[Pattern], list[int]] = {}
+    for head, pattern in enumerate(patterns):
+        kinds.setdefault(type(pattern), []).append(head)
+    parts = []
+    for kind, heads in kinds.items():
+        some = [patterns[head] for head in heads]
+        builder = kind.prepare(some, Inputs(heads, q, k, 0.3, build.window))
+        parts.append(Part(heads, some, builder))
+    found = build_index(parts, backend)
+    expected = build_index(parts, "reference")
+    wrong = int(found.widths() != expected.widths())
+    for name in ("diagonals", "columns", "tiles", "offsets", "skip"):
+        one, other = getattr(found, name), getattr(expected, name)
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            wrong += one is not other
+        else:
+            wrong += int((one != other).sum())
+    return wrong
 
 
 # Tables of the attention kernel, one query tile at a time.
@@ -358,6 +420,7 @@ SORTS = (
     (MEANS, means_error),
     (CHOICES, choice_error),
     (PAGED, paged_error),
+    (LAYERS, layer_error),
     (TABLES, tables_error),
 )
 

@@ -69,6 +69,8 @@ KEPT = {
         "choice of 130",
         "choice of 70000",
         "pages: 10 of 140, pages of 37",
+        "layer: 10 of 140, batch 1, window None, unlike",
+        "layer: 130 of 400, batch 1, window 65, by number",
         "tables, 2 query tiles, window 300",
     ),
 }
@@ -84,6 +86,7 @@ ALL = {
         *builder_cases.MEANS,
         *builder_cases.CHOICES,
         *(name for name, case in builder_cases.PAGED.items() if case.dtype == torch.float16),
+        *builder_cases.LAYERS,
         *builder_cases.TABLES,
     ),
 }

@@ -132,10 +132,11 @@ def of_builders(
         k, how["block_table"] = paged(k, page)
         how["k_len"] = 16_640
     calls = {}
-    for last_q in (64, 128):
+    for last_q, coverage in ((64, None), (128, 0.9)):
         patterns = [
             *[make("vertical_slash", vertical=50, slash=50, last_q=last_q)] * 2,
-            *[make("block_sparse", blocks=9)] * 2,
+            make("block_sparse", blocks=9),
+            make("block_sparse", blocks=9, coverage=coverage),
         ]
         with recorded(architecture(target)) as made:
             LayerPlan(patterns * 2, 2).build(q, k, **how)
@@ -162,7 +163,7 @@ def test_builders(target, dim, window, page):
     for name in ("normalisers_kernel", "masses_kernel"):
         for call in calls.pop(name):
             assert compiled(call, target).fault(target, HALF) is None, name
-    assert calls.keys() == {"means_kernel", "top_k_kernel"}
+    assert calls.keys() == {"means_kernel", "select_kernel"}
     for name, some in calls.items():
         for call in some:
             assert compiled(call, target).excess(target, HALF) is None, name

@@ -210,6 +210,7 @@ BUILDERS = [
     *builder_cases.CHOICES,
     *builder_cases.MEANS,
     *builder_cases.PAGED,
+    *builder_cases.LAYERS,
     *builder_cases.TABLES,
 ]
 
@@ -222,6 +223,7 @@ BUILDERS = [
         "choice of 70000",
         "means, 5 missing, D 80, batch 2",
         "pages: 64 of 450, pages of 128",
+        "layer: 130 of 300, batch 1, window None, unlike",
         "tables, 2 query tiles, window 300",
     ),
 )

@@ -6,9 +6,10 @@ on a GPU each is a launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
-from kernels.patterns import LayerPlan, make
+from kernels.patterns import LayerPlan, Pattern, make
 from tests.conformance.builder_cases import BY_NUMBER, EVERY, Build, paged
 from tests.kernels.recording import recorded
 
@@ -70,22 +71,27 @@ def counting() -> Iterator[Counts]:
     operations.counts.ours += [call.kernel for call in calls]
 
 
-LAYER = [
+# Every kind; tiles of heads that list them are a launch of their own where none skips.
+UNLIKE = [
     make("vertical_slash", vertical=80, slash=90),
     make("a_shape", sink=64, window=64),
     make("block_sparse", blocks=2),
     make("dense"),
+    make("vertical_slash", vertical=80, slash=90, last_q=100, coverage=0.9),
+    make("block_sparse", blocks=3, coverage=0.9),
 ]
+SKIPPING = [*UNLIKE[:5], make("skip_softmax", scale_factor=3.0)]
 
 
-def prefill(length: int) -> list[Counts]:
+def prefill(length: int, patterns: Sequence[Pattern], window: int | None = None) -> list[Counts]:
     """The first two calls of a plan: by the second what is made once for a length is there."""
-    q, k, v = (torch.randn(1, heads, length, 64).half() for heads in (4, 2, 2))
-    plan = LayerPlan(LAYER, 2)
+    q, k, v = (torch.randn(1, heads, length, 64).half() for heads in (6, 2, 2))
+    plan = LayerPlan(patterns, 2)
     found = []
     for _ in range(2):
         with counting() as counts:
-            sparse_attention(q, k, v, plan.build(q, k), backend="triton")
+            index = plan.build(q, k, window=window)
+            sparse_attention(q, k, v, index, backend="triton")
         found.append(counts)
     return found
 
@@ -112,7 +118,9 @@ def scored(length: int) -> list[Counts]:
 CHOSEN = torch.arange(64, dtype=torch.int32).expand(1, 2, 64).contiguous()
 # Launches of ours and torch's operations around them: no more than there are now.
 CALLS = {
-    "prefill": (prefill, [(10, 70), (10, 48)]),
+    "prefill": (partial(prefill, patterns=UNLIKE), [(8, 1)] * 2),
+    "prefill, window": (partial(prefill, patterns=UNLIKE, window=100), [(8, 2)] * 2),
+    "prefill, skipping": (partial(prefill, patterns=SKIPPING), [(7, 1)] * 2),
     "decode, chosen keys": (lambda length: decode(length, tokens=CHOSEN), [(2, 0)]),
     "decode, all keys, scores": (lambda length: decode(length, scores="sum"), [(3, 0)]),
     "prompt, scores": (scored, [(3, 0)]),
@@ -122,17 +130,16 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_launches_little_waits_for_nothing_and_allocates_no_square(name):
     call, bars = CALLS[name]
+    # From queries, keys and values to the output of a layer, whatever kinds its heads are of.
+    assert all(sum(bar) <= 10 for bar in bars)
     shorter, longer = call(128), call(320)
     for short, long, (ours, others) in zip(shorter, longer, bars, strict=True):
         for counts in (short, long):
             assert len(counts.ours) <= ours and counts.torch <= others, counts
-            # What is laid out for a new length is laid out on the host, where it is read.
-            first = name == "prefill" and short is shorter[0]
-            assert counts.waits in ([], *[["_local_scalar_dense"]] * first), counts
+            assert counts.waits == [], counts
         assert long.largest <= short.largest * 320 // 128
         assert long.ours == short.ours
     if name == "prefill":
-        # Heads with lists of tiles have a launch of their own.
         kernels = ["tables_kernel", *["sparse_attention_kernel"] * 2]
         assert shorter[1].ours[-3:] == kernels
     if name == "prompt, scores":

@@ -241,12 +241,12 @@ def test_estimate_of_any_heads(q_len, k_len, window):
     q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
     k = torch.randn(2, k_len, 3, 24).transpose(1, 2)
     heads, last_q = [5, 0, 4, 1], [10, 64, 10, 3]
-    vertical, slash = estimate(q, k, heads, last_q, scale=0.2, window=window)
+    found = estimate(q, k, heads, last_q, scale=0.2, window=window)
     for at, (head, asked) in enumerate(zip(heads, last_q, strict=True)):
         one = slice(head // 2, head // 2 + 1)
         expected = masses(q[:, head : head + 1], k[:, one], asked, window, scale=0.2)
-        for found, right in zip((vertical, slash), expected, strict=True):
-            torch.testing.assert_close(found[:, at].double(), right[:, 0], atol=1e-5, rtol=1e-5)
+        for one_mass, right in zip((found.vertical, found.slash()), expected, strict=True):
+            torch.testing.assert_close(one_mass[:, at].double(), right[:, 0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("builder")

@@ -8,6 +8,7 @@ from typing import Any
 from kernels import registry
 from kernels.call import AttentionCall, DecodeCall, GradientCall
 from kernels.decode.dropping import EvictCall
+from kernels.patterns.base import SelectCall
 from kernels.patterns.block_sparse import MeansCall, TilesCall
 from kernels.patterns.last_queries import EstimateCall
 from kernels.topk import TopKCall
@@ -18,6 +19,7 @@ OPS = {
     GradientCall: "gradient",
     EstimateCall: "estimate",
     MeansCall: "means",
+    SelectCall: "select",
     TilesCall: "tiles",
     TopKCall: "top_k",
     EvictCall: "evict",
