@@ -15,8 +15,8 @@ from kernels import registry
 from kernels.call import AttentionCall
 from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
-from runtime.attention.layout import kernel_for
-from runtime.attention.state import Call, attempt, is_long
+from runtime.attention.context import is_long, kernel_for
+from runtime.attention.state import Call, attempt
 from runtime.autocast import without_autocast
 
 

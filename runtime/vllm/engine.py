@@ -15,7 +15,7 @@ from kernels import registry
 from kernels.call import Operands
 from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
-from runtime.attention.state import is_long
+from runtime.attention.context import is_long
 from runtime.layers import SLIDES, make_plans, slice_heads
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import Chunk

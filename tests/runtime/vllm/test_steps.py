@@ -51,7 +51,7 @@ stored_as = pytest.mark.parametrize("stored", [None, EIGHT], ids=["as they are",
 
 
 def test_which_chunks_are_sparse(monkeypatch):
-    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
+    monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 128)
     at_work: Any = object.__new__(Engine)
     prefill = SimpleNamespace(dense_below=128, dense_tail=0)
     at_work.__dict__.update(artifact=SimpleNamespace(prefill=prefill), dense=None)
