@@ -21,6 +21,7 @@ from runtime.attention.state import UNAPPLIED_LAYER, Call, attempt, layer_of
 from runtime.autocast import in_one_dtype
 from runtime.lazy import LazyTensor, NewTokens
 from runtime.omnikv.bank import fetched
+from runtime.omnikv.decode import LayerCall
 from runtime.omnikv.session import take
 
 ATTENTION_NAME = "headwise"
@@ -284,17 +285,16 @@ def attend_selected(call: Call) -> Tensor | None:
         return None
     if call.unsupported_reason is not None:
         return None
-    query = call.query
-    key = call.key
-    value = call.value
-    options: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
+    own = LayerCall(
+        layer.number, role, call.query, call.key, call.value, starts, call.scale, call.softcap
+    )
     if q_len <= MAX_QUERIES and k_len > decode.count(k_len):
-        out = decode.attend(layer.number, role, query, key, value, cache, **options)
+        out = decode.attend(own, cache)
         if out is not None:
             layer.count("chosen")
         return out
     if cache is not None and q_len > 1:
-        decode.after_prefill(cache, query, key, **options)
+        decode.after_prefill(own, cache)
     context = call.context
     if context is None or context.ranges is None:
         return None
@@ -304,9 +304,7 @@ def attend_selected(call: Call) -> Tensor | None:
     if reason is not None:
         return None
     firsts = [start for start, _ in context.ranges]
-    out = decode.attend_chunk(
-        layer.number, role, query, key, value, firsts, backend=kernel, **options
-    )
+    out = decode.attend_chunk(own, firsts, backend=kernel)
     if out is not None:
         layer.count("sparse")
     return out
