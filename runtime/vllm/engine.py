@@ -23,7 +23,7 @@ from runtime.vllm.check import engine_misfits, grouped, reasons_by_layer, summar
 from runtime.vllm.counters import SPARSE, Counters, log
 from runtime.vllm.filters import FilterDecode
 from runtime.vllm.options import HASH_KEY, Options, options_of
-from runtime.vllm.paged_policies import PagedPolicy, paged_policies
+from runtime.vllm.policy_host import PagedPolicy, paged_policies
 
 # Caches of 8 bits with one scale, by vLLM's names.
 _EIGHT_BITS = {
