@@ -20,8 +20,8 @@ from artifacts.schema.validation import explain
 from profiling.caches.parsing import SINKS
 from profiling.models.loading import LoadedModel
 from runtime import LoadedArtifact
-from runtime.caches.policy import Step
 from runtime.caches.snapkv import SnapKV
+from runtime.caches.step import Step
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers, text_config
 

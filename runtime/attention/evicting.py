@@ -1,27 +1,28 @@
 """Attention of a layer whose cache drops tokens by a policy.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, D head dim, E value dim.
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels import registry
 from kernels.call import AttentionCall
-from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
-from runtime.attention.layout import kernel_for
-from runtime.attention.state import Call, attempt, is_long
+from runtime.attention.context import is_long, kernel_for
+from runtime.attention.state import Call, attempt
 from runtime.autocast import without_autocast
 
 
 def attend_evicting(call: Call, cache: Any) -> Tensor:
     """(B, Q, H, E) of a call over the tokens that its cache, a PolicyLayer, keeps and the new ones.
+
+    Padding gets zeros.
 
     Raises:
         HeadwiseError: no kernel computes the call, or its mask is not causal over contiguous
@@ -35,63 +36,86 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
         scale = call.query.shape[-1] ** -0.5
     else:
         scale = call.scale
-    options: dict[str, Any] = {"scale": scale, "softcap": call.softcap}
     fresh = None if call.context is None else call.context.fresh
+    backend = call.layer.settings.backend
+    out: Tensor | None = None
     with without_autocast(call.query.device):
-        out: Tensor = cache.attend(
-            call.query,
-            fresh,
-            **options,
-            backend=call.layer.settings.backend,
-            prefill=partial(_prefill, call, options),
-        )
+        for part in cache.take(
+            call.query, fresh, scale=scale, softcap=call.softcap, backend=backend
+        ):
+            own = _attend(call, part)
+            if part.rows is None and part.head_index is None:
+                out = own
+                continue
+            if out is None:
+                out = _zeros(call, own.dtype)
+            part.write(out, own)
+    if out is None:
+        out = _zeros(call, call.query.dtype)
     # Some models view the result in another shape, as sdpa's is contiguous.
-    return out.transpose(1, 2).contiguous()
+    return out.to(call.query.dtype).transpose(1, 2).contiguous()
 
 
-def _prefill(
-    call: Call,
-    options: dict[str, Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: tuple[int, ...] | None = None,
-) -> Tensor:
-    """Attend to whole prompts for a policy: (B, H, Q, E), long ones by the layer's patterns.
+def _zeros(call: Call, dtype: torch.dtype) -> Tensor:
+    """Output (B, H, Q, E) of a call, a transposed view."""
+    batch, heads, q_len, _ = call.q_shape
+    out = call.query.new_zeros(batch, q_len, heads, call.value.shape[3], dtype=dtype)
+    return out.transpose(1, 2)
+
+
+def _attend(call: Call, part: Any) -> Tensor:
+    """Attention (B, H, Q, E) of a part of the call, a Part; its policy then drops tokens."""
+    policy = part.policy
+    outs = []
+    for step in policy.steps(part.step):
+        view = policy.sees(step)
+        out = None
+        scores = None
+        if view.whole:
+            out = _by_patterns(call, step.q, view.keys, view.values, part.heads)
+        if out is None:
+            out, scores = view.attend(step)
+        policy.after(step, scores)
+        outs.append(out)
+    if len(outs) == 1:
+        return outs[0]
+    return torch.cat(outs, dim=2)
+
+
+def _by_patterns(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None
+) -> Tensor | None:
+    """Attention (B, H, Q, E) of whole texts by the layer's patterns, None if they do not serve.
 
     Args:
-        q, k, v: of the policy's sequences and KV heads.
-        heads: these, None for all of the layer.
+        call: the call.
+        q, k, v: (B, H, Q, D), (B, G, K, D) and (B, G, K, E), of some sequences and KV heads.
+        heads: these KV heads, None for all of the layer.
     """
     layer = call.layer
     settings = layer.settings
     plan = layer.plan
-    lengths = q.shape[2], k.shape[2]
-    if plan is not None and is_long(*lengths, settings.dense_below, plan.dense_tail):
-        kernel, no_kernel = kernel_for(settings.backend, q, k, v)
-        if no_kernel is None:
-            settings.check_length(k.shape[2])
-            if heads is not None:
-                plan = plan.select_kv_heads(heads)
-            out = attempt(call, _by_patterns, plan, options, q, k, v, kernel)
-            if isinstance(out, Tensor):
-                layer.count("sparse")
-                return out
-    return dense_attention(q, k, v, **options, backend=settings.backend)[0]
+    k_len = k.shape[2]
+    if plan is None or not is_long(q.shape[2], k_len, settings.dense_below, plan.dense_tail):
+        return None
+    kernel, no_kernel = kernel_for(settings.backend, q, k, v)
+    if no_kernel is not None:
+        return None
+    settings.check_length(k_len)
+    if heads is not None:
+        plan = plan.select_kv_heads(heads)
+    out = attempt(call, _sparse, plan, q, k, v, kernel)
+    if not isinstance(out, Tensor):
+        return None
+    layer.count("sparse")
+    return out
 
 
-def _by_patterns(
-    call: Call,
-    plan: LayerPlan,
-    options: dict[str, Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel: str,
-) -> Tensor:
-    """(B, H, Q, E) of prompts over the index of a plan."""
-    index = plan.build(q, k, scale=options["scale"])
-    out: Tensor = registry.run_by("attention", kernel, AttentionCall(q, k, v, index, **options))[0]
+def _sparse(call: Call, plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+    """(B, H, Q, E) of texts over the index of a plan."""
+    index = plan.build(q, k, scale=call.scale)
+    attention = AttentionCall(q, k, v, index, scale=call.scale, softcap=call.softcap)
+    out: Tensor = registry.run_by("attention", kernel, attention)[0]
     return out
 
 

@@ -13,19 +13,23 @@ from torch import Tensor, nn
 from kernels import registry
 from kernels.call import MAX_QUERIES, AttentionCall, DecodeCall
 from kernels.dense import dense_attention
+from runtime.attention.context import MIN_QUERIES, Sequence, is_long, kernel_for
 from runtime.attention.dense import default_attention, faster
 from runtime.attention.evicting import attend_evicting
-from runtime.attention.layout import Sequence, kernel_of
 from runtime.attention.mask import context_of, headwise_mask, starts_of
-from runtime.attention.state import MIN_QUERIES, UNAPPLIED_LAYER, Call, attempt, is_long, layer_of
+from runtime.attention.state import UNAPPLIED_LAYER, Call, attempt, layer_of
 from runtime.autocast import in_one_dtype
 from runtime.lazy import LazyTensor, NewTokens
 from runtime.omnikv.bank import fetched
+from runtime.omnikv.decode import LayerCall
 from runtime.omnikv.session import take
 
 ATTENTION_NAME = "headwise"
 SLIDES = "the layer slides, and the artifact has patterns for it"
 NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
+NOT_CAUSAL = (
+    "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
+)
 # With fewer float32 keys torch's own attention is as fast in a decode step.
 _MIN_KEYS_FLOAT32 = 256
 
@@ -58,9 +62,16 @@ def headwise_attention(
     arguments = (module, state, query, key, value, attention_mask, dropout, scaling, more)
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.
-        from runtime.attention.compiled import attend_traced
+        from runtime.attention.compiled import between_graphs
 
-        return attend_traced(Call(*arguments, None))
+        call = Call(*arguments, None)
+        if is_traced(call):
+            return default_attention(call)
+        tensors = query, key, value, attention_mask
+        result: tuple[Tensor, Tensor | None] = between_graphs(
+            headwise_attention, module, *tensors, dropout, scaling, **more
+        )
+        return result
     call = Call(*arguments, context_of(attention_mask))
     if layer is None:
         return default_attention(call)
@@ -105,6 +116,16 @@ def headwise_attention(
         name = out
     layer.count(name)
     return default_attention(call)
+
+
+def is_traced(call: Call) -> bool:
+    """True if a call that is being compiled is part of the graph: a few queries of a plain layer.
+
+    It is not counted: a counter would have the graph compiled again at each step. The graph breaks
+    at prefills, and at decode and kv_cache sections.
+    """
+    layer = call.layer
+    return layer.role is None and not layer.settings.evicts and call.q_shape[2] < MIN_QUERIES
 
 
 def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -155,6 +176,39 @@ def select_path(call: Call, why_dense: str | None = None) -> tuple[str, str, str
     ):
         return "kernel", kernel, "dense by kernel"
     return "default", "", why_dense
+
+
+def kernel_of(call: Call) -> tuple[str, str | None]:
+    """Backend that serves a prefill, by its name, and the reason why none can, or None.
+
+    The first layer of a forward selects it; the others read it from the context, by the kind of
+    their tensors.
+    """
+    reason = call.unsupported_reason
+    if reason is not None:
+        return "", reason
+    context = call.context
+    if context is None or context.ranges is None:
+        return "", NOT_CAUSAL
+    q = call.query
+    k = call.key
+    v = call.value
+    kind = (q.dtype, q.device, call.q_shape, call.k_shape, v.shape)
+    cached = context.kernels.get(kind)
+    if cached is not None:
+        return cached
+    batch, _, q_len, _ = call.q_shape
+    k_len = call.k_shape[2]
+    lengths = call.more.get("cu_seq_lens_q")
+    choice: tuple[str, str | None]
+    if lengths is not None and lengths.numel() > 2:
+        choice = "", "sequences are packed by cu_seq_lens alone"
+    elif (batch, q_len, k_len) != (context.batch, context.q_len, context.k_len):
+        choice = "", "the cache holds other keys than the mask is for"
+    else:
+        choice = kernel_for(call.layer.settings.backend, q, k, v)
+    context.kernels[kind] = choice
+    return choice
 
 
 def pays(call: Call) -> bool:
@@ -231,17 +285,16 @@ def attend_selected(call: Call) -> Tensor | None:
         return None
     if call.unsupported_reason is not None:
         return None
-    query = call.query
-    key = call.key
-    value = call.value
-    options: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
+    own = LayerCall(
+        layer.number, role, call.query, call.key, call.value, starts, call.scale, call.softcap
+    )
     if q_len <= MAX_QUERIES and k_len > decode.count(k_len):
-        out = decode.attend(layer.number, role, query, key, value, cache, **options)
+        out = decode.attend(own, cache)
         if out is not None:
             layer.count("chosen")
         return out
     if cache is not None and q_len > 1:
-        decode.after_prefill(cache, query, key, **options)
+        decode.after_prefill(own, cache)
     context = call.context
     if context is None or context.ranges is None:
         return None
@@ -251,9 +304,7 @@ def attend_selected(call: Call) -> Tensor | None:
     if reason is not None:
         return None
     firsts = [start for start, _ in context.ranges]
-    out = decode.attend_chunk(
-        layer.number, role, query, key, value, firsts, backend=kernel, **options
-    )
+    out = decode.attend_chunk(own, firsts, backend=kernel)
     if out is not None:
         layer.count("sparse")
     return out

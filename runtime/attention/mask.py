@@ -5,8 +5,11 @@ Shapes: B batch, Q query length, K key length (all slots of the cache).
 transformers makes one mask a forward and passes it to every layer. For a long padded prefill sdpa's
 is a (B, 1, Q, K) tensor, 10 GB a sequence at 100K tokens. `headwise_mask` returns a PrefillMask in
 its place: a tensor of that shape and type without memory that holds the ranges of real tokens. Code
-that reads it as a tensor gets the true mask (made once a forward). A slice of queries is another
-PrefillMask: Gemma 4 cuts the queries of its last layers, and the mask with them.
+that reads it as a tensor gets the true mask (made once a forward).
+
+A 2-D padding mask, as flash attention gets, does not suffice. Gemma 4 with shared keys and values
+(E2B, E4B) cuts the queries of its last layers, and slices dimension 2 of the mask with them: such a
+slice is another PrefillMask. A static cache has slots that no token fills yet.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import torch
 from torch import Tensor
 
 from kernels.copies import on_device
-from runtime.attention.layout import Context, Rows
-from runtime.attention.state import MIN_QUERIES, Settings, settings_of
+from runtime.attention.context import MIN_QUERIES, Context, Rows
+from runtime.attention.state import Settings, settings_of
 from runtime.lazy import LazyTensor
 from runtime.omnikv.session import clear
 
@@ -154,9 +157,9 @@ def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
     if torch.compiler.is_compiling() and q_length >= MIN_QUERIES:
-        from runtime.attention.compiled import prefill_mask
+        from runtime.attention.compiled import between_graphs
 
-        return prefill_mask(batch_size, q_length, kv_length, **more)
+        return between_graphs(headwise_mask, batch_size, q_length, kv_length, **more)
     arguments: dict[str, Any] = {
         "batch_size": batch_size,
         "q_length": q_length,

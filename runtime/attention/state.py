@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,39 +23,17 @@ from artifacts import Evidence, HeadwiseError
 from artifacts.errors import one_line, shorten
 from kernels.patterns import LayerPlan
 from kernels.registry import CannotBuildError
+from runtime.attention.context import Context, Sequence
 from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
 
-if TYPE_CHECKING:
-    from runtime.attention.layout import Context, Sequence
-
-# Calls with fewer queries than one tile are served as decode, not as prefill (the last queries of a
-# prompt, drafts to verify).
-MIN_QUERIES = 64
-# Smallest chunk behind a past for which patterns serve. An index over a long past costs as much for
-# few tokens as for many: behind 8,192 and 32,768 tokens patterns took 0.98 and 1.01 of dense
-# attention for 64, 0.78 and 0.67 for 200.
-MIN_BEHIND_A_PAST = 128
 # With fewer keys attention is a small part of a prefill, and the model's own serves.
 MIN_KEYS_DENSE = 1024
 # Messages of torch's allocators that raise a plain RuntimeError.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 _Served = TypeVar("_Served")
 _log = logging.getLogger("headwise")
-
-
-def is_long(q_len: int, k_len: int, dense_below: int, dense_tail: int) -> bool:
-    """True if patterns serve a sequence: it has enough keys, and enough queries for an index.
-
-    Args:
-        q_len: its queries, the last of its keys.
-        k_len: its keys.
-        dense_below: shorter sequences are dense.
-        dense_tail: last queries that stay dense in any case.
-    """
-    minimum = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
-    return k_len >= dense_below and q_len >= max(minimum, dense_tail + 1)
 
 
 class CallCounter:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import artifacts
 from kernels.copies import on_device
-from kernels.decode import decode_attention
 from kernels.decode.dropping import drop_lowest, ranks
-from runtime.caches.policy import Policy, Step, tokens
+from runtime.caches.pages import Pages, tokens
+from runtime.caches.policy import Policy
+from runtime.caches.step import Step, View
 
 # Headroom of new memory: a minimum in rows, and a fraction of the total. Budgets that are fractions
 # grow slowly.
@@ -46,8 +47,8 @@ class H2O(Policy):
     positions: Tensor
 
     @classmethod
-    def why_not_in_vllm(cls, record: artifacts.H2O) -> str | None:
-        """See Policy.why_not_in_vllm."""
+    def paged(cls, record: artifacts.H2O) -> Pages | str:
+        """See Policy.paged."""
         return (
             "it drops other tokens in each head at every step, and vLLM "
             "frees whole pages of all heads"
@@ -57,13 +58,6 @@ class H2O(Policy):
         """See Policy.snapshot: the last token takes the row of a dropped one."""
         return self.select(range(len(self.seen)))
 
-    def attend(self, call: Step) -> Tensor:
-        """See Policy.attend."""
-        outs = [self._attend(step) for step in self._split_steps(call)]
-        if len(outs) == 1:
-            return outs[0]
-        return torch.cat(outs, dim=2)
-
     def size(self, needed: int) -> int:
         """See Policy.size; with budgets that are counts it never grows beyond their sum."""
         heavy = self.record.heavy
@@ -72,8 +66,8 @@ class H2O(Policy):
             return min(heavy + recent + 1, needed + max(256, needed))
         return needed + max(_HEADROOM, needed // _FRACTION)
 
-    def _split_steps(self, call: Step) -> Iterator[Step]:
-        """Split a call where tokens are dropped: nowhere, or before each query of "greedy"."""
+    def steps(self, call: Step) -> Iterator[Step]:
+        """See Policy.steps: split nowhere, or before each query of "greedy"."""
         begin = 0
         while begin < call.length:
             # The state changes with every step.
@@ -90,29 +84,31 @@ class H2O(Policy):
     def _budget(self, seen: int) -> int:
         return tokens(self.record.heavy, seen) + tokens(self.record.recent, seen)
 
-    def _attend(self, call: Step) -> Tensor:
-        """Attend to all tokens (B, H, Q, E), add to the scores, drop the lowest."""
-        shape = call.k.shape[:3]
-        device = call.k.device
+    def sees(self, step: Step) -> View:
+        """See Policy.sees: all tokens."""
+        shape = step.k.shape[:3]
+        device = step.k.device
         if len(set(self.seen)) == 1:
             first = self.seen[0]
-            positions = torch.arange(first, first + call.length, dtype=torch.int32, device=device)
+            positions = torch.arange(first, first + step.length, dtype=torch.int32, device=device)
         else:
             positions = on_device(self.seen, device, torch.int32)[:, None, None]
-        keys, values, scores, _ = self._add(
-            keys=call.k,
-            values=call.v,
+        keys, values, *_ = self._add(
+            keys=step.k,
+            values=step.v,
             scores=torch.zeros(shape, dtype=torch.float32, device=device),
             positions=positions.expand(shape),
         )
-        ends = self._ends(device)
-        result = decode_attention(call.q, keys, values, scores="sum", ends=ends, **call.options)
-        assert result.scores is not None
-        scores += result.scores
+        return View(keys, values, self._ends(device), scored=True)
+
+    def after(self, step: Step, scores: Tensor | None) -> None:
+        """See Policy.after: add to the scores, drop the lowest."""
+        assert scores is not None
+        held = self.scores[:, :, : scores.shape[2]]
+        held += scores
         # Backends without an eviction kernel use torch's operations.
-        self._evict("reference" if call.backend == "reference" else "auto")
+        self._evict("reference" if step.backend == "reference" else "auto")
         self.settled = self.seen
-        return result.out
 
     def _evict(self, backend: str) -> None:
         """Drop the lowest scores among the tokens before the latest until the budget is kept."""

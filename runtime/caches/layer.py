@@ -7,10 +7,9 @@ Shapes: B batch, H query heads, G KV heads, Q new slots of a call, D head dim, E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from artifacts import HeadwiseError
 from runtime.autocast import in_one_dtype
-from runtime.caches.policy import Policy, Step
+from runtime.caches.policy import Policy
+from runtime.caches.step import Step
 from runtime.lazy import MisfitError, NewTokens
 
 Spans = Sequence[tuple[int, int]]
@@ -45,6 +45,37 @@ class _SubBatch:
         return _SubBatch(rows, tuple(policy.select(places) for policy in self.policies))
 
 
+class Part(NamedTuple):
+    """Tokens of a call under one policy.
+
+    Attributes:
+        heads: the policy's KV heads, None for all of the layer.
+        head_index: the same as a tensor.
+        rows: sequences of the batch, None for all.
+        begin, end: slots of the call that hold the tokens.
+    """
+
+    policy: Policy
+    step: Step
+    heads: tuple[int, ...] | None
+    head_index: Tensor | None
+    rows: Tensor | None
+    begin: int
+    end: int
+
+    def write(self, out: Tensor, own: Tensor) -> None:
+        """Write the part's attention (n, h, q, E) into that of the call, (B, H, Q, E)."""
+        span = slice(self.begin, self.end)
+        rows: Any = slice(None) if self.rows is None else self.rows
+        if self.head_index is None:
+            out[rows, :, span] = own
+            return
+        if self.rows is not None:
+            rows = rows[:, None]
+        sizes = -1, self.step.q.shape[1] // self.step.k.shape[1]
+        out.unflatten(1, sizes)[rows, self.head_index, :, span] = own.unflatten(1, sizes)
+
+
 @dataclass(frozen=True)
 class _Draft:
     """The last call while drafts are verified, and the layer's state before it."""
@@ -58,8 +89,9 @@ class _Draft:
 class PolicyLayer(CacheLayerMixin):
     """Keys and values under policies.
 
-    update() returns lazy tensors, by which Headwise's attention finds the layer. transformers
-    counts slots, padding included; a policy counts the tokens of a sequence.
+    update() returns lazy tensors, by which Headwise's attention finds the layer, takes the call's
+    tokens, part by part, and attends to what their policies let them see. transformers counts
+    slots, padding included; a policy counts the tokens of a sequence.
 
     Sequences of a batch are served together where each has one new token, whatever their lengths
     (a decode step), or if all are alike (a prompt): `_batches`.
@@ -136,8 +168,8 @@ class PolicyLayer(CacheLayerMixin):
         self._new = key_states.detach(), value_states.detach()
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
 
-    def attend(self, q: Tensor, spans: Spans | None, **options: Any) -> Tensor:
-        """Attend to the cached and the new tokens: (B, H, Q, E), zeros for padding.
+    def take(self, q: Tensor, spans: Spans | None, **options: Any) -> Iterable[Part]:
+        """Take the tokens of the last update: their parts, each to be served before the next.
 
         Args:
             q: (B, H, Q, D).
@@ -160,13 +192,11 @@ class PolicyLayer(CacheLayerMixin):
                 replace(batch, policies=tuple(policy.snapshot() for policy in batch.policies))
                 for batch in self._batches
             )
-            # A repeated call needs its tokens, not its output.
-            again = replace(call, prefill=_no_prefill)
-            self._draft = _Draft(again, spans, before, [list(runs) for runs in self._runs])
-        return self._take(call, spans).to(q.dtype)
+            self._draft = _Draft(call, spans, before, [list(runs) for runs in self._runs])
+        return self._take(call, spans)
 
-    def _take(self, call: Step, spans: Spans) -> Tensor:
-        """Attend to the cached tokens and a call's, the last slots: (B, H, Q, E)."""
+    def _take(self, call: Step, spans: Spans) -> Iterable[Part]:
+        """Parts of a call, whose tokens are in the last slots."""
         first = self._slots - call.length
         for runs, (begin, end) in zip(self._runs, spans, strict=True):
             if begin < end:
@@ -174,55 +204,61 @@ class PolicyLayer(CacheLayerMixin):
                 if runs and runs[-1][1] == start:
                     start = runs.pop()[0]
                 runs.append((start, first + end))
-        return self._attend(call, spans)
+        if call.length == 1:
+            self._join(spans)
+        else:
+            self._split(spans)
+        return self._parts(call, spans)
 
     def holds(self, runs: Sequence[Spans]) -> bool:
         """True if all earlier tokens are in these slots, [begin, end) by sequence."""
         return [tuple(mine) for mine in self._runs] == [tuple(theirs) for theirs in runs]
 
-    def _attend(self, call: Step, spans: Spans) -> Tensor:
-        if call.length == 1:
-            self._join(spans)
-        else:
-            self._split(spans)
-        if len(self._batches) == 1 and spans[0] == (0, call.length):
-            return self._by_heads(self._batches[0].policies, call)
-        q = call.q
-        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], call.v.shape[3]).transpose(1, 2)
+    def _parts(self, call: Step, spans: Spans) -> Iterable[Part]:
+        length = call.length
+        if len(self._batches) > 1 or spans[0] != (0, length):
+            return self._by_batches(call, spans)
+        policies = self._batches[0].policies
+        if self.groups[0].heads is None:
+            return (Part(policies[0], call, None, None, None, 0, length),)
+        return self._by_heads(policies, call, None, 0, length)
+
+    def _by_batches(self, call: Step, spans: Spans) -> Iterator[Part]:
+        """Parts of the sub-batches with tokens."""
         for batch in self._batches:
             begin, end = spans[batch.rows[0]]
             if begin < end:
-                rows = torch.tensor(batch.rows, device=q.device, dtype=torch.long)
-                tokens = call.slots(begin, end, rows)
-                out[rows, :, begin:end] = self._by_heads(batch.policies, tokens)
-        return out
+                rows = torch.tensor(batch.rows, device=call.q.device, dtype=torch.long)
+                step = call.slots(begin, end, rows)
+                yield from self._by_heads(batch.policies, step, rows, begin, end)
 
-    def _by_heads(self, policies: Sequence[Policy], call: Step) -> Tensor:
-        """Attention (n, H, Q, E) of the n sequences of a sub-batch, group by group."""
+    def _by_heads(
+        self, policies: Sequence[Policy], step: Step, rows: Tensor | None, begin: int, end: int
+    ) -> Iterator[Part]:
+        """Parts of the sequences of a sub-batch, group by group."""
         if self.groups[0].heads is None:
-            return policies[0].attend(call)
-        grouped = call.q.unflatten(1, (call.k.shape[1], -1))
+            yield Part(policies[0], step, None, None, rows, begin, end)
+            return
+        grouped = step.q.unflatten(1, (step.k.shape[1], -1))
         if grouped.device not in self._heads:
             self._heads[grouped.device] = [
                 torch.tensor(group.heads, device=grouped.device, dtype=torch.long)
                 for group in self.groups
             ]
-        out = grouped.new_empty(*grouped.shape[:4], call.v.shape[3])
         indices = self._heads[grouped.device]
-        for group, heads, policy in zip(self.groups, indices, policies, strict=True):
-            own = replace(
-                call,
-                q=grouped.index_select(1, heads).flatten(1, 2),
-                k=call.k.index_select(1, heads),
-                v=call.v.index_select(1, heads),
-                prefill=partial(call.prefill, heads=group.heads),
+        for group, index, policy in zip(self.groups, indices, policies, strict=True):
+            own = step.of(
+                grouped.index_select(1, index).flatten(1, 2),
+                step.k.index_select(1, index),
+                step.v.index_select(1, index),
             )
-            out[:, heads] = policy.attend(own).unflatten(1, (len(heads), -1))
-        return out.flatten(1, 2)
+            yield Part(policy, own, group.heads, index, rows, begin, end)
 
     def _join(self, spans: Spans) -> None:
         """Join the sequences that have a new token into one sub-batch: each has one."""
         new = {row for row, (begin, end) in enumerate(spans) if begin < end}
+        if len(self._batches) == 1 and len(new) == len(spans):
+            return
         joined: list[_SubBatch] = []
         apart: list[_SubBatch] = []
         for batch in self._batches:
@@ -236,6 +272,8 @@ class PolicyLayer(CacheLayerMixin):
 
     def _split(self, spans: Spans) -> None:
         """Split sub-batches whose sequences differ in new tokens, or in lengths before them."""
+        if len(spans) == 1:
+            return
         batches = []
         for batch in self._batches:
             alike: dict[Any, list[int]] = {}
@@ -315,7 +353,12 @@ class PolicyLayer(CacheLayerMixin):
         self._runs = draft.runs
         if length:
             spans = [(min(begin, length), min(end, length)) for begin, end in draft.spans]
-            self._take(draft.call.slots(0, length), spans)
+            for part in self._take(draft.call.slots(0, length), spans):
+                policy = part.policy
+                for step in policy.steps(part.step):
+                    view = policy.sees(step)
+                    # Its tokens are needed, not its output.
+                    policy.after(step, view.attend(step)[1] if view.scored else None)
 
     def _why_not_crop(self, count: int) -> str:
         if len(self._batches) > 1 or self.policies[0].seen != (self._slots,) * len(self._runs):
@@ -371,8 +414,3 @@ def _keep(batches: Sequence[_SubBatch], slots: int, left: int) -> bool:
         for policy in batches[0].policies
         for seen, settled in zip(policy.seen, policy.settled, strict=True)
     )
-
-
-def _no_prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
-    """Output of the right shape, of no meaning."""
-    return q.new_empty(*q.shape[:3], v.shape[3])

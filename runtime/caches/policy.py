@@ -1,4 +1,4 @@
-"""Base of all cache policies: memory of some KV heads, and the new tokens of one call.
+"""Base of all cache policies: memory of some KV heads, what a call sees of it, and what goes.
 
 Shapes: B batch, H query heads, G KV heads, Q new tokens, K keys, n tokens kept, D head dim, E value
 dim.
@@ -7,10 +7,8 @@ dim.
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -18,25 +16,13 @@ import torch
 from torch import Tensor, is_inference_mode_enabled, nn
 
 from kernels.copies import on_device
-from kernels.decode import decode_attention
-from kernels.dense import dense_attention
 from runtime.allocator import in_huge_pages
+from runtime.caches.pages import EveryPage, Pages
+from runtime.caches.step import Step, View
 
 # Headroom for new tokens in new memory: a minimum, and a fraction of the current size.
 _HEADROOM = 256
 _FRACTION = 8
-# Rounding error of a fraction's product: 0.1 of 30 tokens are 3, not 4.
-_ROUNDING = 1e-6
-
-
-def tokens(budget: int | float, seen: int) -> int:
-    """Tokens that a budget allows: a count is itself, a float is a fraction of the tokens seen.
-
-    A fraction is rounded up, so that it grows by no more than one with each token.
-    """
-    if isinstance(budget, float):
-        return max(0, math.ceil(budget * seen - _ROUNDING))
-    return budget
 
 
 def with_headroom(needed: int) -> int:
@@ -70,75 +56,22 @@ def write(memory: Tensor, new: Tensor, slots: tuple[int, ...]) -> None:
         memory[rows, :, on_device(slots, memory.device)] = new[:, :, 0]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Step:
-    """New tokens of one call, for some KV heads of sequences without padding.
-
-    q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated by the model. prefill(q, k, v): the
-    layer's attention (B, H, Q, E) of the last queries of a text over all of its keys, by the
-    artifact's patterns where they serve; that of a whole layer also takes `heads`, the KV heads.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    softcap: float | None
-    backend: str
-    prefill: Callable[..., Tensor]
-
-    @property
-    def length(self) -> int:
-        """New tokens, Q."""
-        return self.q.shape[2]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of every kernel."""
-        return {"scale": self.scale, "softcap": self.softcap, "backend": self.backend}
-
-    def slots(self, begin: int, end: int, rows: Tensor | None = None) -> Step:
-        """Tokens begin to end of these sequences, or of all."""
-        if rows is None and end - begin == self.length:
-            return self
-        states = [self.q, self.k, self.v]
-        if rows is not None:
-            states = [x.index_select(0, rows) for x in states]
-        q, k, v = (x[:, :, begin:end] for x in states)
-        return replace(self, q=q, k=k, v=v)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        window: int | None = None,
-        ends: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Causal attention of the last queries of keys: out (B, H, Q, E) and lse (B, H, Q).
-
-        ends (B,) int32: the keys of each sequence where they are not equally many; Q is then 1.
-        """
-        if ends is not None:
-            return decode_attention(q, k, v, ends=ends, **self.options)[:2]
-        return dense_attention(q, k, v, window=window, **self.options)
-
-
 class Policy(ABC):
     """Keys and values of some KV heads, for the sequences of a batch.
 
-    A policy is a subclass with one rule, in `attend`: take in the call's tokens (`_add`), attend to
-    the cached ones, drop the rest (`_keep`). A call of one token has sequences of any lengths
-    (`_ends`); in a call of more tokens all sequences have seen and kept equally many. It may also
-    override
+    A policy is a subclass with two rules. `sees` takes in a step's tokens (`_add`) and returns the
+    keys that its queries see; `after` drops what may go (`_keep`). A step of one token has
+    sequences of any lengths (`_ends`); in a step of more tokens all sequences have seen and kept
+    equally many. It may also override
     - `maker`, if it is made of more than its record,
+    - `steps`, if tokens may go within a call,
     - `size`, if it knows better how much memory it needs,
-    - `snapshot`, if `attend` overwrites cached tokens,
-    - `why_not_in_vllm`, if vLLM serves it (see runtime.vllm.paged_policies).
-    PolicyLayer handles batches of different lengths, beams, drafts, and KV heads with different
-    policies. Add a new policy to POLICIES (runtime.caches.make) and to the conformance suite
-    (tests/conformance/test_cache_policies.py).
+    - `snapshot`, if `sees` overwrites cached tokens,
+    - `paged`, if vLLM serves it.
+    Two hosts serve policies: PolicyLayer (runtime.caches.layer), the cache layer of transformers,
+    handles batches of different lengths, beams, drafts, and KV heads with different policies;
+    PagedPolicy (runtime.vllm.policy_host) reads vLLM's pages. Add a new policy to POLICIES
+    (runtime.caches.make) and to the conformance suite (tests/conformance/test_cache_policies.py).
 
     Every tensor is an attribute (B, G, slots, ...) that exists from the first token on: rows are
     selected, bytes counted and tokens dropped by this. No step may copy all of them.
@@ -172,13 +105,26 @@ class Policy(ABC):
         return partial(cls, record)
 
     @classmethod
-    def why_not_in_vllm(cls, record: Any) -> str | None:
-        """Reason why vLLM's paged cache cannot hold what this record keeps, None if it can."""
+    def paged(cls, record: Any) -> Pages | str:
+        """How vLLM's pages hold what this record keeps, or the reason why they cannot."""
         return "there is no vLLM layer for it"
 
+    def steps(self, call: Step) -> Iterable[Step]:
+        """Split a call where tokens may go; each step is served before the next is made."""
+        return (call,)
+
     @abstractmethod
-    def attend(self, call: Step) -> Tensor:
-        """Take in the call's tokens and attend to the cached ones: (B, H, Q, E)."""
+    def sees(self, step: Step) -> View:
+        """Take in the step's tokens, and return the keys that its queries see."""
+
+    def after(self, step: Step, scores: Tensor | None) -> None:  # noqa: B027
+        """Drop what may go after a step.
+
+        Args:
+            step: the step.
+            scores: sums (B, G, K) of the probabilities of its view's keys, if the view asks for
+                them.
+        """
 
     def size(self, needed: int) -> int:
         """Size of new memory, in tokens, where `needed` tokens are kept."""
@@ -199,7 +145,7 @@ class Policy(ABC):
         return selected
 
     def snapshot(self) -> Self:
-        """State before a call, to return to it; `attend` writes behind the tokens that it keeps."""
+        """State before a call, to return to it; `sees` writes behind the tokens that are kept."""
         return copy.copy(self)
 
     @staticmethod
@@ -280,13 +226,13 @@ class Full(Policy):
     """Every token, in the order of the text: for layers or KV heads next to others that drop."""
 
     @classmethod
-    def why_not_in_vllm(cls, record: Any) -> str | None:
-        """See Policy.why_not_in_vllm."""
-        return None
+    def paged(cls, record: Any) -> Pages | str:
+        """See Policy.paged."""
+        return EveryPage()
 
-    def attend(self, call: Step) -> Tensor:
-        """See Policy.attend."""
-        keys, values = self._add(keys=call.k, values=call.v)
-        if call.length > 1:
-            return call.prefill(call.q, keys, values)
-        return call.attend(call.q, keys, values, ends=self._ends(keys.device))[0]
+    def sees(self, step: Step) -> View:
+        """See Policy.sees."""
+        keys, values = self._add(keys=step.k, values=step.v)
+        if step.length > 1:
+            return View(keys, values, whole=True)
+        return View(keys, values, self._ends(keys.device))

@@ -8,21 +8,35 @@ value dim.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 import artifacts
 from kernels.decode import decode_attention
-from runtime.caches.policy import Policy, Step, tokens
+from runtime.caches.pages import Pages, PromptPages, left_of_prompt
+from runtime.caches.policy import Policy
+from runtime.caches.step import Step, View
 
 
-def left_of(record: artifacts.SnapKV, held: int, seen: int) -> int:
-    """Tokens left of `held` after a prompt that ends at token `seen` of the text."""
-    return min(held, max(tokens(record.budget, seen), record.window))
+@dataclass(frozen=True)
+class SnapKVPages(PromptPages):
+    """The part of a prompt that its last queries attend to, as SnapKV's record has it."""
+
+    pool: int
+
+    def elect(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        """See PromptPages.elect."""
+        q = q[:, :, -self.window :]
+        votes = votes_of(self, q, k, v, scale=scale, softcap=softcap)
+        return elect(votes, self.left(k.shape[2]), self.window)
 
 
 def votes_of(
-    record: artifacts.SnapKV,
+    sizes: artifacts.SnapKV | SnapKVPages,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -31,15 +45,15 @@ def votes_of(
     softcap: float | None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention of the window's queries to each earlier key, averaged over neighbours.
+    """Attention of the window's queries to each earlier key, averaged over neighbors.
 
     q (B, H, W, D), k (B, G, n, D), v (B, G, n, E) -> (B, G, n - W). The ends are padded with zeros;
     the window's own keys are no neighbors.
     """
     result = decode_attention(q, k, v, scale=scale, softcap=softcap, scores="sum", backend=backend)
     assert result.scores is not None
-    scores = result.scores[:, :, : k.shape[2] - record.window]
-    return torch.nn.functional.avg_pool1d(scores, record.pool, stride=1, padding=record.pool // 2)
+    scores = result.scores[:, :, : k.shape[2] - sizes.window]
+    return torch.nn.functional.avg_pool1d(scores, sizes.pool, stride=1, padding=sizes.pool // 2)
 
 
 def elect(votes: Tensor, count: int, window: int) -> Tensor:
@@ -62,25 +76,29 @@ class SnapKV(Policy):
     record: artifacts.SnapKV
 
     @classmethod
-    def why_not_in_vllm(cls, record: artifacts.SnapKV) -> str | None:
-        """See Policy.why_not_in_vllm."""
-        return None
+    def paged(cls, record: artifacts.SnapKV) -> Pages | str:
+        """See Policy.paged."""
+        return SnapKVPages(record.budget, record.window, record.pool)
 
-    def attend(self, call: Step) -> Tensor:
-        """See Policy.attend."""
+    def sees(self, step: Step) -> View:
+        """See Policy.sees: all tokens."""
         first = max(self.kept) == 0
-        keys, values = self._add(keys=call.k, values=call.v)
-        if call.length == 1:
-            return call.attend(call.q, keys, values, ends=self._ends(keys.device))[0]
+        keys, values = self._add(keys=step.k, values=step.v)
+        if step.length == 1:
+            return View(keys, values, self._ends(keys.device))
         if first:
-            out = call.prefill(call.q, call.k, call.v)
-        else:
-            out = call.attend(call.q, keys, values)[0]
+            return View(step.k, step.v, whole=True)
+        return View(keys, values)
+
+    def after(self, step: Step, scores: Tensor | None) -> None:
+        """See Policy.after: only after a prompt or a chunk of one."""
+        window = self.record.window
+        if step.length == 1 or step.length < window:
+            return
         held = self.kept[0]
-        count = left_of(self.record, held, self.seen[0])
-        if call.length >= self.record.window and count < held:
-            self._keep(elect(self._votes(call), count, self.record.window))
-        return out
+        count = left_of_prompt(self.record.budget, window, held, self.seen[0])
+        if count < held:
+            self._keep(elect(self._votes(step), count, window))
 
     def _votes(self, call: Step) -> Tensor:
         """Votes (B, G, n - W) of the window's queries."""

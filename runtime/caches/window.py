@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 import artifacts
 from kernels.copies import on_device
-from kernels.merge import merge_attention
-from runtime.caches.policy import Policy, Step, grown, write
+from runtime.caches.pages import EndPages, Pages
+from runtime.caches.policy import Policy, grown, write
 from runtime.caches.rotation import Rotation, rotation_of
+from runtime.caches.step import Sinks, Step, View
 
 
 class Window(Policy):
@@ -56,31 +57,44 @@ class Window(Policy):
         return partial(cls, record.sinks, record.window, rotation)
 
     @classmethod
-    def why_not_in_vllm(cls, record: artifacts.Streaming) -> str | None:
-        """See Policy.why_not_in_vllm."""
+    def paged(cls, record: artifacts.Streaming) -> Pages | str:
+        """See Policy.paged."""
         if record.positions == "original":
-            return None
+            return EndPages(record.sinks, record.window)
         return (
             f"positions is {record.positions!r}, and vLLM rotates keys "
             f"before it caches them: use 'original'"
         )
 
-    def attend(self, call: Step) -> Tensor:
-        """See Policy.attend: sinks are stored before it, tokens that overwrite others after it."""
-        if call.length == 1:
-            return self._one(call)
+    def sees(self, step: Step) -> View:
+        """See Policy.sees: sinks are stored, and a single token; see `after` for others."""
+        if step.length == 1:
+            return self._one(step)
         past = self.seen[0]
-        total = past + call.length
-        new_sinks = min(max(self.sinks - past, 0), call.length)
-        self._reserve(min(total, self.slots), keys=call.k, values=call.v)
+        total = past + step.length
+        new_sinks = min(max(self.sinks - past, 0), step.length)
+        self._reserve(min(total, self.slots), keys=step.k, values=step.v)
         if new_sinks:
-            self._add_sinks(call, new_sinks)
-        out = self._chunk(call, new_sinks)
+            self._add_sinks(step, new_sinks)
+        # The oldest token of the window is out of the first query's sight.
+        held = [at for _, _, at in self._runs(max(0, past - self.window + 1), past)]
+        return View(
+            torch.cat([*(self.keys[:, :, at] for at in held), step.k], dim=2),
+            torch.cat([*(self.values[:, :, at] for at in held), step.v], dim=2),
+            window=self.window,
+            sinks=self._sinks(step, min(self.sinks, total)) if total > self.window else None,
+        )
+
+    def after(self, step: Step, scores: Tensor | None) -> None:
+        """See Policy.after: tokens of a chunk overwrite the oldest ones."""
+        if step.length == 1:
+            return
+        past = self.seen[0]
+        total = past + step.length
         for begin, end, at in self._runs(max(past, self.sinks, total - self.window), total):
-            self.keys[:, :, at] = call.k[:, :, begin - past : end - past]
-            self.values[:, :, at] = call.v[:, :, begin - past : end - past]
-        self._count(call.length)
-        return out
+            self.keys[:, :, at] = step.k[:, :, begin - past : end - past]
+            self.values[:, :, at] = step.v[:, :, begin - past : end - past]
+        self._count(step.length)
 
     def size(self, needed: int) -> int:
         """See Policy.size."""
@@ -97,18 +111,18 @@ class Window(Policy):
         lengths = zip(self.seen, self.settled, strict=True)
         self.settled = tuple(seen if seen > self.slots else settled for seen, settled in lengths)
 
-    def _one(self, call: Step) -> Tensor:
-        """Store one token of each sequence and attend; the order of slots does not matter."""
+    def _one(self, step: Step) -> View:
+        """Store one token of each sequence; the order of slots does not matter."""
         past = self.seen
-        self._reserve(min(max(past) + 1, self.slots), keys=call.k, values=call.v)
+        self._reserve(min(max(past) + 1, self.slots), keys=step.k, values=step.v)
         slots = tuple(map(self._slot, past))
-        write(self.keys, call.k, slots)
-        write(self.values, call.v, slots)
+        write(self.keys, step.k, slots)
+        write(self.values, step.v, slots)
         if fresh := tuple(row for row, seen in enumerate(past) if seen < self.sinks):
-            self._reserve_first(call.k)
-            rows = on_device(fresh, call.k.device)
-            places = on_device(tuple(past[row] for row in fresh), call.k.device)
-            self.first[rows, :, places] = call.k[rows, :, 0]
+            self._reserve_first(step.k)
+            rows = on_device(fresh, step.k.device)
+            places = on_device(tuple(past[row] for row in fresh), step.k.device)
+            self.first[rows, :, places] = step.k[rows, :, 0]
         self._count(1)
         shifts = tuple(map(self._shift, past))
         if self.sinks and self.rotation is not None and any(shifts):
@@ -116,20 +130,16 @@ class Window(Policy):
                 shifts = shifts[:1]
             self.keys[:, :, : self.sinks] = self.rotation.shift(self.first, shifts)
         longest = max(self.kept)
-        return call.attend(
-            call.q,
-            self.keys[:, :, :longest],
-            self.values[:, :, :longest],
-            ends=self._ends(call.k.device),
-        )[0]
+        ends = self._ends(step.k.device)
+        return View(self.keys[:, :, :longest], self.values[:, :, :longest], ends)
 
-    def _add_sinks(self, call: Step, count: int) -> None:
-        """Store the first `count` tokens of a call, which are sinks."""
+    def _add_sinks(self, step: Step, count: int) -> None:
+        """Store the first `count` tokens of a step, which are sinks."""
         past = self.seen[0]
-        self._reserve_first(call.k)
-        self.first[:, :, past : past + count] = call.k[:, :, :count]
-        self.keys[:, :, past : past + count] = call.k[:, :, :count]
-        self.values[:, :, past : past + count] = call.v[:, :, :count]
+        self._reserve_first(step.k)
+        self.first[:, :, past : past + count] = step.k[:, :, :count]
+        self.keys[:, :, past : past + count] = step.k[:, :, :count]
+        self.values[:, :, past : past + count] = step.v[:, :, :count]
 
     def _reserve_first(self, k: Tensor) -> None:
         """Reserve memory for the sinks' keys as the model rotated them."""
@@ -154,37 +164,14 @@ class Window(Policy):
         """Positions by which a query sees the sinks nearer than they are in the text."""
         return max(0, token - (self.slots - 1))
 
-    def _chunk(self, call: Step, new_sinks: int) -> Tensor:
-        """Attention of a chunk of which the first `new_sinks` tokens, sinks, are stored."""
-        # The oldest token of the window is out of the first query's sight.
-        seen = self.seen[0]
-        begin = max(self.sinks, seen - self.window + 1)
-        past = [at for _, _, at in self._runs(begin, seen)]
-        k = torch.cat([*(self.keys[:, :, at] for at in past), call.k[:, :, new_sinks:]], dim=2)
-        v = torch.cat([*(self.values[:, :, at] for at in past), call.v[:, :, new_sinks:]], dim=2)
-        if not self.sinks:
-            return call.attend(call.q, k, v, window=self.window)[0]
-        out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
-        lse = torch.full(call.q.shape[:3], float("-inf"), dtype=torch.float32, device=call.q.device)
-        if new_sinks < call.length:
-            queries = call.q[:, :, new_sinks:]
-            out[:, :, new_sinks:], lse[:, :, new_sinks:] = call.attend(
-                queries, k, v, window=self.window
-            )
-        return self._with_sinks(call, out, lse)
-
-    def _with_sinks(self, call: Step, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge attention over the window with that over the sinks: (B, H, Q, E)."""
-        q = call.q
+    def _sinks(self, step: Step, count: int) -> Sinks | None:
+        """The first `count` tokens as the queries of a chunk see them."""
+        if not count:
+            return None
+        q = step.q
         past = self.seen[0]
-        sinks = min(self.sinks, past + call.length)
-        positions = torch.arange(past, past + call.length, device=q.device)
-        if self.rotation is not None and self._shift(past + call.length - 1):
-            shifts = (positions - (self.slots - 1)).clamp(min=0)
-            q = self.rotation.shift(q, -shifts)
-        seen = None
-        if past < self.sinks:
-            seen = torch.arange(sinks, device=q.device) <= positions[:, None]
-        k = self.first[:, :, :sinks]
-        v = self.values[:, :, :sinks]
-        return merge_attention(out, lse, q, k, v, seen=seen, scale=call.scale, softcap=call.softcap)
+        if self.rotation is not None and self._shift(past + step.length - 1):
+            positions = torch.arange(past, past + step.length, device=q.device)
+            q = self.rotation.shift(q, -(positions - (self.slots - 1)).clamp(min=0))
+        k = self.first[:, :, :count]
+        return Sinks(q, k, self.values[:, :, :count], past, self.window)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,34 @@ from runtime.omnikv.bank import OffloadedTensor, fetched
 from runtime.omnikv.chunks import ChunkSelection
 from runtime.omnikv.select import Role, Selector
 from runtime.omnikv.session import FilterCache
+
+
+class LayerCall(NamedTuple):
+    """Attention call of one layer.
+
+    q (B, H, Q, D), k (B, G, K, D) and v (B, G, K, E), or lazy tensors of a bank.
+
+    Attributes:
+        layer: the layer's number.
+        role: its role.
+        starts: (B,) int32, the first key of each sequence; None where all start at 0.
+        scale: of the logits.
+        softcap: of the logits, or None.
+    """
+
+    layer: int
+    role: Role
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    starts: Tensor | None
+    scale: float | None
+    softcap: float | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the kernels."""
+        return {"starts": self.starts, "scale": self.scale, "softcap": self.softcap}
 
 
 class _Step(threading.local):
@@ -36,11 +64,7 @@ class _Step(threading.local):
 
 
 class OmniKV(Selector):
-    """An artifact's decode section at work on the full-attention layers of a transformers model.
-
-    In all methods q is (B, H, Q, D), k (B, G, K, D) and v (B, G, K, E), or lazy tensors of a bank;
-    sequence b starts at key starts[b].
-    """
+    """An artifact's decode section at work on the full-attention layers of a transformers model."""
 
     def __init__(
         self, section: artifacts.OmniKV, layers: Iterable[int], *, backend: str, group: Any = None
@@ -49,34 +73,16 @@ class OmniKV(Selector):
         self.backend = backend
         self._step = _Step()
 
-    def attend(
-        self,
-        layer: int,
-        role: Role,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: FilterCache | None,
-        *,
-        starts: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-    ) -> Tensor | None:
+    def attend(self, call: LayerCall, cache: FilterCache | None) -> Tensor | None:
         """Attention of one layer in a decode step: (B, H, Q, E).
 
         None if no filter layer has selected tokens in this step.
 
         Args:
-            layer: its number.
-            role: its role.
-            q: queries.
-            k: keys.
-            v: values.
+            call: the call.
             cache: that of a filter layer, None for any cache that is not of new_cache().
-            starts: see OmniKV.
-            scale: of the logits.
-            softcap: of the logits, or None.
         """
+        layer, role, q, k, v, starts, scale, softcap = call
         tokens = None
         k_len = k.shape[2]
         selected = self._step.tokens
@@ -116,33 +122,18 @@ class OmniKV(Selector):
         return result.out
 
     def attend_chunk(
-        self,
-        layer: int,
-        role: Role,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        firsts: Sequence[int],
-        *,
-        backend: str,
-        starts: Tensor | None,
-        **options: Any,
+        self, call: LayerCall, firsts: Sequence[int], *, backend: str
     ) -> Tensor | None:
         """Attention of one layer for a chunk of a prompt: (B, H, Q, E).
 
         None if the chunk sees all of its past.
 
         Args:
-            layer: its number.
-            role: its role.
-            q: queries.
-            k: keys.
-            v: values.
-            firsts: `starts` on the host; the latter is None where all start at the first key.
+            call: the call.
+            firsts: its `starts` on the host, zeros where they are None.
             backend: of the chunk's own attention; scores of a few queries use the section's.
-            starts: see OmniKV.
-            options: scale and softcap.
         """
+        layer, role, q, k, v, starts, scale, softcap = call
         ratio = self.section.prefill_ratio
         q_len = q.shape[2]
         past = k.shape[2] - q_len
@@ -156,7 +147,7 @@ class OmniKV(Selector):
         if role.is_filter:
             # The chunk's last queries select.
             queries = q[:, :, -min(self.section.window, MAX_QUERIES, q_len) :]
-            scores = self._scores(queries, fetched(k), starts=starts, **options)[:, :, :past]
+            scores = self._scores(queries, fetched(k), **call.options)[:, :, :past]
             selections[layer] = ChunkSelection.of(
                 self.of_all_heads(scores), count, q_len, firsts, starts
             )
@@ -165,24 +156,24 @@ class OmniKV(Selector):
         selection = selections.get(role.served_by)
         if selection is None or (selection.q_len, selection.before) != (q_len, past):
             return None
-        return selection.attend(q, k, v, backend=backend, **options)
+        return selection.attend(q, k, v, backend=backend, scale=scale, softcap=softcap)
 
-    def after_prefill(self, cache: FilterCache, q: Tensor, k: Tensor, **options: Any) -> None:
+    def after_prefill(self, call: LayerCall, cache: FilterCache) -> None:
         """Add the scores of a prefill's last queries, each from its own position, to a cache.
 
         Args:
+            call: the call.
             cache: that of the filter layer.
-            q: queries.
-            k: keys.
-            options: starts, scale and softcap, as in attend.
         """
         if self.section.selector == "last":
             return
+        q = call.q
+        k = call.k
         k_len = k.shape[2]
         last = min(self.section.window - 1, q.shape[2])
         for back in range(last, 0, -1):
             ends = torch.full((k.shape[0],), k_len - back + 1, dtype=torch.int32, device=k.device)
-            scores = self._scores(q[:, :, q.shape[2] - back, None], k, ends=ends, **options)
+            scores = self._scores(q[:, :, q.shape[2] - back, None], k, ends=ends, **call.options)
             cache.remember(self.of_all_heads(scores))
 
     def _scores(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:

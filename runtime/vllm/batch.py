@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.decode import MAX_QUERIES
-from runtime.attention.state import MIN_QUERIES
+from runtime.attention.context import MIN_QUERIES
 
 # Attribute of vLLM's metadata that holds the Batch of the layers served here.
 KEY = "headwise"

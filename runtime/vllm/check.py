@@ -19,12 +19,13 @@ from artifacts.schema.front import POINT, read_point
 from kernels import registry
 from kernels.call import Operands
 from runtime.caches.make import POLICIES
+from runtime.caches.pages import PromptPages
 from runtime.fingerprint import compare, config_info
 from runtime.layers import section_faults, why_not_full
 from runtime.omnikv.select import Role, roles_of
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.options import KEY, Options
-from runtime.vllm.paged_policies import PagedPolicy, paged_policies, policies_of
+from runtime.vllm.policy_host import PagedPolicy, paged_policies, pages_of
 
 # docs/vllm.md has the same versions.
 TRIED = ("0.32.0", "0.33.0")
@@ -54,10 +55,11 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
         yield str(error)
     yield from section_faults(artifact, reasons_by_layer(text, artifact.model.num_layers))
     for name, policy in ({} if artifact.kv_cache is None else artifact.kv_cache.policies).items():
-        if (reason := POLICIES[policy.kind].why_not_in_vllm(policy)) is not None:
+        if isinstance(reason := POLICIES[policy.kind].paged(policy), str):
             yield f"kv_cache.policies.{name} is {policy.kind}: {reason}: {_WITHOUT}"
-    for layer, policies in policies_of(artifact).items():
-        if len(set(policies)) > 1 and {policy.kind for policy in policies} != {"snapkv"}:
+    for layer, pages in pages_of(artifact).items():
+        by_head = all(isinstance(each, PromptPages) for each in pages)
+        if len(set(pages)) > 1 and not by_head:
             reason = "vLLM's pages hold all heads of a layer; several snapkv policies are served"
             yield f"kv_cache.layers[{layer}] differs by head, and {reason}: {_WITHOUT}"
     if artifact.decode is not None:

@@ -15,7 +15,7 @@ from kernels import registry
 from kernels.call import Operands
 from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
-from runtime.attention.state import is_long
+from runtime.attention.context import is_long
 from runtime.layers import SLIDES, make_plans, slice_heads
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import Chunk
@@ -23,7 +23,7 @@ from runtime.vllm.check import engine_misfits, grouped, reasons_by_layer, summar
 from runtime.vllm.counters import SPARSE, Counters, log
 from runtime.vllm.filters import FilterDecode
 from runtime.vllm.options import HASH_KEY, Options, options_of
-from runtime.vllm.paged_policies import PagedPolicy, paged_policies
+from runtime.vllm.policy_host import PagedPolicy, paged_policies
 
 # Caches of 8 bits with one scale, by vLLM's names.
 _EIGHT_BITS = {

@@ -13,9 +13,8 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager, 
 from vllm.v1.kv_cache_interface import AttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-import artifacts
 from artifacts import HeadwiseError
-from runtime.caches.snapkv import left_of
+from runtime.caches.pages import PromptPages
 
 
 class _OneManager:
@@ -48,11 +47,11 @@ class StreamingSpec(_OneManager, SlidingWindowSpec):
 class PromptSpec(_OneManager, AttentionSpec):
     """Every token until a prompt is computed; then its elected part and all that is generated."""
 
-    policies: tuple[artifacts.SnapKV, ...]
+    heads: tuple[PromptPages, ...]
 
     def pages_of(self, prompt: int) -> int:
         """Pages that hold the part of a prompt that the head with the largest budget keeps."""
-        count = max(left_of(policy, prompt, prompt) for policy in self.policies)
+        count = max(each.left(prompt) for each in self.heads)
         return -(-count // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:

@@ -94,7 +94,7 @@ def artifact_for():
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
     """Chunks of tiny prompts are worth an index from 64 tokens on, also behind a past."""
-    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 64)
+    monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 64)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, apply_dense
-from runtime.attention.function import headwise_attention
-from runtime.attention.layout import NOT_CAUSAL
+from runtime.attention.function import NOT_CAUSAL, headwise_attention
 from runtime.attention.mask import headwise_mask
 from tests.runtime.batches import real_from
 from tests.runtime.omnikv import CLOSE
@@ -207,7 +206,7 @@ def test_heads_other_than_planned_are_dense(build, apply, warnings):
 def test_a_short_chunk_under_a_mask_made_by_hand_is_short_and_not_warned_of(
     build, apply, ids, warnings, monkeypatch
 ):
-    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
+    monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 128)
     model = build()
     cache = DynamicCache(config=model.config)
     mask = torch.ones(100, 300, dtype=torch.bool).tril(200)[None, None]

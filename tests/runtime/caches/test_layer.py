@@ -45,7 +45,7 @@ def test_chunks_are_sparse_where_they_are_without_a_policy(
     policy, sizes, least, sparse, kept, build, keeping, apply, ids, monkeypatch
 ):
     """Chunks of 64 to 127 tokens behind a past went by patterns that do not pay for them."""
-    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", least)
+    monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", least)
     model, tokens = build(), ids(sum(sizes))
     rows = [["vs_70_70", "a_64_64", "bs_2", "a_64_64"]] * 2
     with apply(model, rows=rows, strict=True) as handle:

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from artifacts import Full, HeadwiseError, Streaming
 from runtime import memory_report
-from runtime.caches.policy import Step
+from runtime.caches.step import Step
 from runtime.caches.window import Window
 from tests.conformance.policy_definitions import defined
 from tests.runtime.batches import fed
@@ -45,17 +45,9 @@ def test_slot_is_i_mod_w(window, chunks, slots):
 
 
 def _attend(policy: Window, k: Tensor) -> None:
-    policy.attend(
-        Step(
-            q=torch.randn_like(k),
-            k=k,
-            v=k,
-            scale=1.0,
-            softcap=None,
-            backend="reference",
-            prefill=lambda q, k, v: v,
-        )
-    )
+    step = Step(q=torch.randn_like(k), k=k, v=k, scale=1.0, softcap=None, backend="reference")
+    policy.sees(step)
+    policy.after(step, None)
 
 
 @pytest.mark.parametrize(

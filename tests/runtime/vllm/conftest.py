@@ -20,6 +20,7 @@ from kernels.attention import AttentionCall
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.reference import Attention
+from runtime.caches.pages import EndPages
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine, ServedLayer, number_of
@@ -228,7 +229,7 @@ def serve(
     *,
     number: int = 0,
     metadata: Any = None,
-    gone: artifacts.Streaming | None = None,
+    gone: EndPages | None = None,
 ) -> tuple[list[Tensor], list[Inputs], Any]:
     """Outputs (Q, H, D) of a layer for each request of a step, what went in, and the metadata.
 

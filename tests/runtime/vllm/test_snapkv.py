@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import artifacts
-from runtime.caches.snapkv import left_of
+from runtime.caches.snapkv import SnapKVPages
 from runtime.vllm.batch import Chunk
-from runtime.vllm.paged_policies import PagedSnapKV
+from runtime.vllm.policy_host import PagedPrompts
 from tests.runtime.vllm.conftest import (
     CLOSE,
     EIGHT,
@@ -38,11 +37,11 @@ class Sequence:
         self.q = torch.randn(total, H, D)
         self.k, self.v = torch.randn(2, total, G, D)
 
-    def kept(self, snap: PagedSnapKV) -> Tensor:
+    def kept(self, snap: PagedPrompts) -> Tensor:
         """(G, L) which tokens of the prompt each KV head keeps, in plain torch and fp32."""
         n, seen = self.prompt, torch.ones(G, self.prompt, dtype=torch.bool)
-        for head, policy in enumerate(snap.policies):
-            count, window = left_of(policy, n, n), policy.window
+        for head, policy in enumerate(snap.pages):
+            count, window = policy.left(n), policy.window
             if count == n:
                 continue
             weights = weights_of(self.q[n - window : n], self.k[:n]).unflatten(0, (G, -1))[head]
@@ -54,7 +53,7 @@ class Sequence:
             seen[head, n - window :] = True
         return seen
 
-    def expected(self, snap: PagedSnapKV) -> Tensor:
+    def expected(self, snap: PagedPrompts) -> Tensor:
         """Attention (T, H, D) of every token: all before it in the prompt, then what is kept and
         what was generated."""
         n = self.prompt
@@ -67,7 +66,7 @@ class Sequence:
 
 
 def step(
-    engine: Any, cache: Tensor, snap: PagedSnapKV, parts: list[tuple[Sequence, int]]
+    engine: Any, cache: Tensor, snap: PagedPrompts, parts: list[tuple[Sequence, int]]
 ) -> list[Tensor]:
     """Compute so many tokens of each sequence; what comes out. Pages that go back to vLLM are
     poisoned."""
@@ -92,14 +91,14 @@ def step(
     for s, n in parts:
         s.at += n
         if s.at >= s.prompt:
-            first = -(-max(left_of(policy, s.prompt, s.prompt) for policy in snap.policies) // PAGE)
+            first = -(-max(policy.left(s.prompt) for policy in snap.pages) // PAGE)
             gone = s.pages[first : max(first, s.prompt // PAGE)].long()
             cache[gone] = poisoned(engine, len(gone))
     return list(output.split(q_lens))
 
 
-A = artifacts.SnapKV(budget=40, window=8, pool=5)
-B = artifacts.SnapKV(budget=0.4, window=20, pool=1)
+A = SnapKVPages(budget=40, window=8, pool=5)
+B = SnapKVPages(budget=0.4, window=20, pool=1)
 CUTS = {
     "whole": [[200] + [1] * 40],
     "chunks": [[90, 70, 40] + [1] * 20],
@@ -115,7 +114,7 @@ CUTS = {
     [*((cuts, (A, B), None) for cuts in CUTS), ("mixed", (A, A), None), ("mixed", (B, B), EIGHT)],
 )
 def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
-    snap = PagedSnapKV(policies, prompts=8)
+    snap = PagedPrompts(policies, prompts=8)
     engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
         _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
@@ -139,7 +138,10 @@ def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
 
 
 def test_windows_of_requests_that_were_given_up_go():
-    snap, q = PagedSnapKV((artifacts.SnapKV(window=16),), prompts=2), torch.randn(1, H, 20, D)
+    snap, q = (
+        PagedPrompts((SnapKVPages(budget=1024, window=16, pool=7),), prompts=2),
+        torch.randn(1, H, 20, D),
+    )
     for page in range(5):
         assert snap.voting(page, Chunk(0, 0, 20, 20, 30), q) is None
     # Only what of the window there was is left, of the last two.
@@ -153,19 +155,19 @@ def test_windows_of_requests_that_were_given_up_go():
 
 
 def test_the_profiling_run_moves_the_longest_prompt(engine, monkeypatch):
-    from runtime.vllm import paged_policies
+    from runtime.vllm import policy_host
 
     copied: list[torch.Size] = []
-    gathered = paged_policies.gathered
+    gathered = policy_host.gathered
 
     def noted(*args):
         made = gathered(*args)
         copied.append(made.shape)
         return made
 
-    monkeypatch.setattr(paged_policies, "gathered", noted)
+    monkeypatch.setattr(policy_host, "gathered", noted)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
-    engine.layer.update(policy=PagedSnapKV((A, B)), plan=None)
+    engine.layer.update(policy=PagedPrompts((A, B)), plan=None)
     query = torch.randn(10, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query))
     assert copied == [(1, G, engine.at_work.longest, D)] * 2

@@ -17,12 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import artifacts
 from kernels.decode import MAX_QUERIES
 from kernels.patterns import LayerPlan, make
+from runtime.caches.pages import EndPages
+from runtime.caches.snapkv import SnapKVPages
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import prefills_of, requests_of
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine
 from runtime.vllm.filters import FilterDecode
-from runtime.vllm.paged_policies import PagedSnapKV, PagedStreaming
+from runtime.vllm.policy_host import PagedEnds, PagedPrompts
 from runtime.vllm.step import quantised, split_kv, write_kv
 from tests.runtime.vllm.conftest import (
     CLOSE,
@@ -51,7 +53,7 @@ stored_as = pytest.mark.parametrize("stored", [None, EIGHT], ids=["as they are",
 
 
 def test_which_chunks_are_sparse(monkeypatch):
-    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
+    monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 128)
     at_work: Any = object.__new__(Engine)
     prefill = SimpleNamespace(dense_below=128, dense_tail=0)
     at_work.__dict__.update(artifact=SimpleNamespace(prefill=prefill), dense=None)
@@ -130,8 +132,8 @@ def test_our_pages_hold_what_was_stored(length, padded_pages):
     ("stored", "sinks", "window"), [(None, 4, 50), (EIGHT, 20, 64), (None, 0, 30), (None, 3, 1000)]
 )
 def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
-    stream = artifacts.Streaming(sinks=sinks, window=window, positions="original")
-    engine.layer.update(policy=PagedStreaming((stream,)), plan=None)
+    stream = EndPages(sinks, window)
+    engine.layer.update(policy=PagedEnds((stream,)), plan=None)
     engine.builder._drops = engine.builder._exact = True
     engine.impl.sinks = SINKS
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
@@ -368,14 +370,14 @@ def layer_of_patterns(engine: Any) -> Common:
 
 
 def layer_that_streams(engine: Any) -> Common:
-    stream = artifacts.Streaming(sinks=4, window=256, positions="original")
-    engine.layer.update(policy=PagedStreaming((stream,)), plan=None)
+    stream = EndPages(4, 256)
+    engine.layer.update(policy=PagedEnds((stream,)), plan=None)
     engine.builder._drops = engine.builder._exact = True
     return step((256, 1024))
 
 
 def layer_that_elects(engine: Any) -> Common:
-    snap = PagedSnapKV((artifacts.SnapKV(budget=40, window=8, pool=5),) * G, prompts=8)
+    snap = PagedPrompts((SnapKVPages(budget=40, window=8, pool=5),) * G, prompts=8)
     engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
         _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True

@@ -1,7 +1,7 @@
-"""Layers that drop tokens in vLLM: their attention, and the pages that they free.
+"""Host of cache policies in vLLM: attention of layers that drop tokens, and the pages they free.
 
-PAGED_POLICIES lists the policies that are served here, a class each. Pages of dropped tokens
-return to vLLM's pool, through the specifications of runtime.vllm.specs.
+A policy says by Policy.paged how pages hold what it keeps; each kind of Pages has a class here.
+Pages of dropped tokens return to vLLM's pool, through the specifications of runtime.vllm.specs.
 
 Shapes: P pages of the cache, S tokens of a page, N pages of a request; H query heads and G KV heads
 of this process, Q new tokens of a request, D head dim; n requests of a group, L tokens of a prompt,
@@ -11,7 +11,7 @@ s first tokens, W window.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,17 +19,18 @@ from torch import Tensor
 
 import artifacts
 from kernels.index import PAD
-from kernels.merge import merge_attention
-from runtime.caches.snapkv import elect, left_of, votes_of
+from runtime.caches.make import POLICIES
+from runtime.caches.pages import EndPages, PromptPages
+from runtime.caches.step import Sinks
 from runtime.vllm.batch import Chunk, Group
 from runtime.vllm.step import LayerStep
 
 
 class PagedPolicy(ABC):
-    """Policy of one layer, which drops tokens, at work in vLLM.
+    """Policies of one layer, which drops tokens, at work in vLLM.
 
-    A subclass is made of the policies of all KV heads of the model, the slice of those heads that
-    are in this process, and the most requests at a time.
+    A subclass is made of the pages of all KV heads of the model, the slice of those heads that are
+    in this process, and the most requests at a time.
     """
 
     # Reason why no prefill uses patterns, None if patterns may serve.
@@ -55,8 +56,8 @@ class PagedPolicy(ABC):
         """Use the memory, beyond the output, that the last chunk of the longest prompt takes."""
 
 
-class PagedStreaming(PagedPolicy):
-    """First tokens and a window of the last (StreamingLLM, section 3.2), by text positions.
+class PagedEnds(PagedPolicy):
+    """First tokens and a window of the last, by text positions (EndPages).
 
     All KV heads of a layer keep the same.
     """
@@ -65,23 +66,23 @@ class PagedStreaming(PagedPolicy):
 
     def __init__(
         self,
-        policies: tuple[artifacts.Streaming, ...],
+        pages: tuple[EndPages, ...],
         heads: slice = slice(None),
         prompts: int = 0,
     ) -> None:
-        self.policy = policies[0]
+        self.pages = pages[0]
 
     def __str__(self) -> str:
-        return f"{self.policy.sinks} first and {self.policy.window} last tokens"
+        return f"{self.pages.sinks} first and {self.pages.window} last tokens"
 
     def attend(self, step: LayerStep, served: Sequence[Chunk]) -> None:
         """See PagedPolicy.attend; neither patterns nor a decode section serve such a layer."""
         # Drafts of one request see different tokens.
         groups, chunks = step.batch.rest(limit=1)
         for group in groups:
-            if self.policy not in group.rows_read:
-                group.rows_read[self.policy] = self._tokens(group)
-            step.decode(group, group.rows_read[self.policy])
+            if self.pages not in group.rows_read:
+                group.rows_read[self.pages] = self._tokens(group)
+            step.decode(group, group.rows_read[self.pages])
         for chunk in chunks:
             _, output, _ = step.of(chunk)
             output.copy_(self._chunk(step, chunk))
@@ -91,44 +92,39 @@ class PagedStreaming(PagedPolicy):
         """See PagedPolicy.spec."""
         from runtime.vllm.specs import StreamingSpec, shape_of
 
-        policy = self.policy
-        return StreamingSpec(sliding_window=policy.window, sinks=policy.sinks, **shape_of(full))
+        pages = self.pages
+        return StreamingSpec(sliding_window=pages.window, sinks=pages.sinks, **shape_of(full))
 
     def profile_memory(self, step: LayerStep, chunk: Chunk) -> None:
         """See PagedPolicy.profile_memory: both parts of the softmax in fp32."""
         self._chunk(step, chunk)
 
     def _chunk(self, step: LayerStep, chunk: Chunk) -> Tensor:
-        """Attention (1, H, Q, D) over the window, merged with that over the first tokens.
-
-        A learned logit is counted in the window's already.
-        """
-        sinks = self.policy.sinks
-        window = self.policy.window
+        """Attention (1, H, Q, D) over the window, merged with that over the first tokens."""
+        sinks = self.pages.sinks
+        window = self.pages.window
         out, lse = step.dense(chunk, window=window)
         if chunk.k_len <= window or not sinks:
             return out
         query, _, table = step.of(chunk)
-        positions = torch.arange(chunk.k_len - chunk.q_len, chunk.k_len, device=query.device)
         first = torch.arange(sinks, device=query.device)
         slots = table[0].long()[first // step.size], first % step.size
         k = step.k[slots].transpose(0, 1)[None]
         v = step.v[slots].transpose(0, 1)[None]
-        seen = first <= positions[:, None] - window
-        return merge_attention(out, lse, query, k, v, seen=seen, **step.scoring)
+        return Sinks(query, k, v, chunk.k_len - chunk.q_len, window).merge(out, lse, **step.scoring)
 
     def _tokens(self, group: Group) -> Tensor:
         """Tokens (n, s + W) that the last query of each request sees."""
-        sinks = self.policy.sinks
-        seen = sinks + self.policy.window
+        sinks = self.pages.sinks
+        seen = sinks + self.pages.window
         ends = group.ends[:, None]
         tokens = torch.arange(seen, dtype=torch.int32, device=ends.device)
         tokens = torch.where(tokens < sinks, tokens, tokens + (ends - seen).clamp_min(0))
         return torch.where(tokens < ends, tokens, PAD)
 
 
-class PagedSnapKV(PagedPolicy):
-    """The part of each prompt that its last queries elect, and all that is generated (SnapKV).
+class PagedPrompts(PagedPolicy):
+    """The part of each prompt that its last queries elect, and all that is generated (PromptPages).
 
     A page has slots for every KV head, so the first rows of a request may hold different tokens in
     each. The elected tokens move there when the last chunk of the prompt is computed. Generated
@@ -140,19 +136,19 @@ class PagedSnapKV(PagedPolicy):
     takes_sinks = False
 
     def __init__(
-        self, policies: tuple[artifacts.SnapKV, ...], heads: slice = slice(None), prompts: int = 0
+        self, pages: tuple[PromptPages, ...], heads: slice = slice(None), prompts: int = 0
     ) -> None:
-        self.every = policies
-        self.policies = policies[heads]
+        self.every = pages
+        self.pages = pages[heads]
         # Maximum of voting queries.
-        self.window = max(policy.window for policy in self.policies)
+        self.window = max(each.window for each in self.pages)
         # Votes so far of prompts that are computed in part, the latest last, by the request's first
         # page, which no other request has. In the host's memory: vLLM's cache has the device's.
         self._begun: dict[int, Tensor] = {}
         self._prompts = prompts
 
     def __str__(self) -> str:
-        budgets = sorted({policy.budget for policy in self.every})
+        budgets = sorted({each.budget for each in self.every})
         text = " or ".join(f"{b:.0%}" if isinstance(b, float) else f"{b} tokens" for b in budgets)
         return f"{text} of each prompt, as its last queries choose"
 
@@ -167,15 +163,15 @@ class PagedSnapKV(PagedPolicy):
             if voting is not None:
                 self.move(step, voting, chunk)
         for group in step.batch.generated:
-            if self.policies not in group.rows_read:
-                group.rows_read[self.policies] = self._rows(group)
-            step.decode(group, group.rows_read[self.policies])
+            if self.pages not in group.rows_read:
+                group.rows_read[self.pages] = self._rows(group)
+            step.decode(group, group.rows_read[self.pages])
 
     def spec(self, full: Any) -> Any:
         """See PagedPolicy.spec."""
         from runtime.vllm.specs import PromptSpec, shape_of
 
-        return PromptSpec(policies=tuple(sorted(set(self.every), key=repr)), **shape_of(full))
+        return PromptSpec(heads=tuple(sorted(set(self.every), key=repr)), **shape_of(full))
 
     def profile_memory(self, step: LayerStep, chunk: Chunk) -> None:
         """See PagedPolicy.profile_memory: copies of the longest prompt."""
@@ -209,45 +205,43 @@ class PagedSnapKV(PagedPolicy):
     def move(self, step: LayerStep, query: Tensor, chunk: Chunk) -> None:
         """Move the tokens that a prompt's last queries (1, H, W, D) elect to its first rows."""
         prompt = chunk.prompt
-        heads_of: dict[artifacts.SnapKV, list[int]] = {}
-        for head, policy in enumerate(self.policies):
-            if left_of(policy, prompt, prompt) < prompt:
-                heads_of.setdefault(policy, []).append(head)
+        heads_of: dict[PromptPages, list[int]] = {}
+        for head, each in enumerate(self.pages):
+            if each.left(prompt) < prompt:
+                heads_of.setdefault(each, []).append(head)
         if not heads_of:
             return
         size = step.size
         pages = step.batch.pages(chunk, size).long()
         k = gathered(step.k, pages, prompt)
         v = gathered(step.v, pages, prompt)
-        queries = query.unflatten(1, (len(self.policies), -1))
-        for policy, numbers in heads_of.items():
-            count = left_of(policy, prompt, prompt)
+        queries = query.unflatten(1, (len(self.pages), -1))
+        for each, numbers in heads_of.items():
             heads = torch.tensor(numbers, device=query.device, dtype=torch.long)
-            voting = queries[:, heads].flatten(1, 2)[:, :, -policy.window :]
+            voting = queries[:, heads].flatten(1, 2)
             keys = k[:, heads].to(query.dtype)
             values = v[:, heads].to(query.dtype)
-            votes = votes_of(policy, voting, keys, values, **step.scoring)
-            rows = elect(votes, count, policy.window)[0]
-            to = torch.arange(count, device=query.device)
+            rows = each.elect(voting, keys, values, **step.scoring)[0]
+            to = torch.arange(rows.shape[1], device=query.device)
             slots = pages[to // size], to % size, heads[:, None]
             step.k[slots] = k[0, heads[:, None], rows]
             step.v[slots] = v[0, heads[:, None], rows]
 
     def _rows(self, group: Group) -> Tensor:
         """Rows that are read, those kept of the prompt first: (n, C), or (n, G, C) by head."""
-        policies = self.policies
-        if len(set(policies)) == 1:
-            policies = policies[:1]
+        pages = self.pages
+        if len(set(pages)) == 1:
+            pages = pages[:1]
         lengths = torch.tensor(
             [(chunk.prompt, chunk.k_len) for chunk in group.chunks], dtype=torch.long
         )
         prompts, ends = lengths[:, :, None, None].unbind(1)
-        counts = [[left_of(each, c.prompt, c.prompt) for each in policies] for c in group.chunks]
+        counts = [[each.left(chunk.prompt) for each in pages] for chunk in group.chunks]
         left = torch.tensor(counts, dtype=torch.long)[..., None]
         rows = torch.arange(int((left + ends - prompts).max()))
         rows = torch.where(rows < left, rows, prompts - left + rows)
         rows = torch.where(rows < ends, rows, PAD).to(torch.int32)
-        if len(policies) == 1:
+        if len(pages) == 1:
             rows = rows[:, 0].contiguous()
         return rows.to(group.table.device, non_blocking=True)
 
@@ -258,31 +252,30 @@ def gathered(cache: Tensor, pages: Tensor, k_len: int) -> Tensor:
     return copy.reshape(1, cache.shape[2], -1, cache.shape[3])[:, :, :k_len]
 
 
-# By the kind of the policy's record.
-PAGED_POLICIES: dict[str, Callable[[tuple[Any, ...], slice, int], PagedPolicy]] = {
-    "streaming": PagedStreaming,
-    "snapkv": PagedSnapKV,
-}
-
-
 def paged_policies(
     artifact: artifacts.Artifact, heads: slice = slice(None), prompts: int = 0
 ) -> dict[int, PagedPolicy]:
     """Layers that drop tokens, of an artifact that vLLM can serve; see PagedPolicy."""
-    return {
-        layer: PAGED_POLICIES[policies[0].kind](policies, heads, prompts)
-        for layer, policies in policies_of(artifact).items()
-        if policies and policies[0].kind in PAGED_POLICIES
-    }
+    policies: dict[int, PagedPolicy] = {}
+    for layer, pages in pages_of(artifact).items():
+        if pages and isinstance(pages[0], EndPages):
+            policies[layer] = PagedEnds(pages, heads, prompts)
+        elif pages and isinstance(pages[0], PromptPages):
+            policies[layer] = PagedPrompts(pages, heads, prompts)
+    return policies
 
 
-def policies_of(artifact: artifacts.Artifact) -> dict[int, tuple[Any, ...]]:
-    """Policy of each KV head, by the layers of a kv_cache section; () for those that slide."""
+def pages_of(artifact: artifacts.Artifact) -> dict[int, tuple[Any, ...]]:
+    """Pages, or a reason, of each KV head by the layers of a kv_cache section (Policy.paged).
+
+    () for layers that slide.
+    """
     section = artifact.kv_cache
     if section is None:
         return {}
-    policies = {}
+    paged = {name: POLICIES[record.kind].paged(record) for name, record in section.policies.items()}
+    pages = {}
     for layer in range(len(section.layers)):
         names = section.heads(layer, artifact.model.num_kv_heads) or ()
-        policies[layer] = tuple(section.policies[name] for name in names)
-    return policies
+        pages[layer] = tuple(paged[name] for name in names)
+    return pages

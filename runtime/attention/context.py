@@ -14,11 +14,14 @@ from torch import Tensor
 from kernels import registry
 from kernels.call import Operands
 from kernels.ragged import Ragged
-from runtime.attention.state import Call, is_long
 
-NOT_CAUSAL = (
-    "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
-)
+# Calls with fewer queries than one tile are served as decode, not as prefill (the last queries of a
+# prompt, drafts to verify).
+MIN_QUERIES = 64
+# Smallest chunk behind a past for which patterns serve. An index over a long past costs as much for
+# few tokens as for many: behind 8,192 and 32,768 tokens patterns took 0.98 and 1.01 of dense
+# attention for 64, 0.78 and 0.67 for 200.
+MIN_BEHIND_A_PAST = 128
 
 # Runs of real slots in each row: [start, end) of each.
 Rows = tuple[tuple[tuple[int, int], ...], ...]
@@ -43,6 +46,19 @@ class Sequence(NamedTuple):
             slice(self.q_start, self.q_start + self.q_len),
             slice(self.k_start, self.k_start + self.k_len),
         )
+
+
+def is_long(q_len: int, k_len: int, dense_below: int, dense_tail: int) -> bool:
+    """True if patterns serve a sequence: it has enough keys, and enough queries for an index.
+
+    Args:
+        q_len: its queries, the last of its keys.
+        k_len: its keys.
+        dense_below: shorter sequences are dense.
+        dense_tail: last queries that stay dense in any case.
+    """
+    minimum = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
+    return k_len >= dense_below and q_len >= max(minimum, dense_tail + 1)
 
 
 @dataclass(frozen=True)
@@ -148,39 +164,6 @@ class Context:
         if sequences[0].k_len == self.k_len:
             return None, None
         return sequences[0].slots[2], None
-
-
-def kernel_of(call: Call) -> tuple[str, str | None]:
-    """Backend that serves a prefill, by its name, and the reason why none can, or None.
-
-    The first layer of a forward selects it; the others read it from the context, by the kind of
-    their tensors.
-    """
-    reason = call.unsupported_reason
-    if reason is not None:
-        return "", reason
-    context = call.context
-    if context is None or context.ranges is None:
-        return "", NOT_CAUSAL
-    q = call.query
-    k = call.key
-    v = call.value
-    kind = (q.dtype, q.device, call.q_shape, call.k_shape, v.shape)
-    cached = context.kernels.get(kind)
-    if cached is not None:
-        return cached
-    batch, _, q_len, _ = call.q_shape
-    k_len = call.k_shape[2]
-    lengths = call.more.get("cu_seq_lens_q")
-    choice: tuple[str, str | None]
-    if lengths is not None and lengths.numel() > 2:
-        choice = "", "sequences are packed by cu_seq_lens alone"
-    elif (batch, q_len, k_len) != (context.batch, context.q_len, context.k_len):
-        choice = "", "the cache holds other keys than the mask is for"
-    else:
-        choice = kernel_for(call.layer.settings.backend, q, k, v)
-    context.kernels[kind] = choice
-    return choice
 
 
 def kernel_for(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str | None]:

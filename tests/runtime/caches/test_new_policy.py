@@ -1,0 +1,174 @@
+"""CONTRIBUTING's walk "Add a cache policy": three places of a copy of the packages get a policy,
+and transformers and vLLM are served by it there."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "tests")
+
+# By file: the line that the text goes before, and the text; no line for a file that is new.
+POLICY = {
+    "artifacts/schema/kv_cache.py": {
+        "AnyPolicy = ": '''class Edges(Record):
+    """the first and the last tokens of each prompt; all that is generated"""
+
+    kind: Literal["edges"] = Field(default="edges", description=__doc__)
+    size: Count = Field(description="how many tokens are kept at either end")
+
+
+''',
+        "\nPolicy = ": " | Edges",
+    },
+    "runtime/caches/edges.py": {
+        "": '''"""The first and the last tokens of each prompt, and all that is generated."""
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.caches.pages import PromptPages
+from runtime.caches.policy import Policy
+from runtime.caches.step import View
+
+
+def ends(length, size, device):
+    """Rows (2 * size,) at both ends of `length`."""
+    at = torch.arange(size, device=device)
+    return torch.cat([at, at + length - size])
+
+
+@dataclass(frozen=True)
+class EdgePages(PromptPages):
+    def elect(self, q, k, v, *, scale, softcap):
+        rows = ends(k.shape[2], self.budget // 2, k.device)
+        return rows.expand(*k.shape[:2], -1)
+
+
+class Edges(Policy):
+    """Both ends of each prompt."""
+
+    @classmethod
+    def paged(cls, record):
+        return EdgePages(2 * record.size, 1)
+
+    def sees(self, step):
+        keys, values = self._add(keys=step.k, values=step.v)
+        return View(keys, values, self._ends(keys.device) if step.length == 1 else None)
+
+    def after(self, step, scores):
+        (held, *_), size = self.kept, self.record.size
+        if step.length > 1 and held > 2 * size:
+            self._keep(ends(held, size, step.k.device).expand(*step.k.shape[:2], -1))
+''',
+    },
+    "runtime/caches/make.py": {
+        "from runtime.caches.h2o": "from runtime.caches.edges import Edges\n",
+        '    "snapkv": SnapKV': '    "edges": Edges,\n',
+    },
+}
+CONFORMANCE = {
+    "tests/conformance/policy_definitions.py": {
+        "DEFINITIONS: ": """def edges(record: Any, head: Head, chunks: Any) -> Result:
+    outs = []
+    kept: list[int] = []
+    for begin, end in chunks:
+        for token in range(begin, end):
+            kept.append(token)
+            outs.append(head.attend(token, kept)[0])
+        if end - begin > 1 and len(kept) > 2 * record.size:
+            kept = kept[: record.size] + kept[-record.size :]
+    return torch.stack(outs, dim=1), kept
+
+
+""",
+        '    "snapkv": snapkv': '    "edges": edges,\n',
+    },
+    "tests/conformance/test_cache_policies.py": {
+        "    Case(SnapKV(budget=16,": "    Case(Edges(size=8)),\n",
+        "from runtime import memory_report": "from artifacts.schema.kv_cache import Edges\n",
+    },
+}
+
+SERVE = """
+from pathlib import Path
+
+import torch
+
+import artifacts
+from artifacts.schema.kv_cache import Edges
+from profiling.caches.parsing import CACHES
+from runtime import LoadedArtifact
+from runtime.fingerprint import fingerprint
+from runtime.vllm.policy_host import PagedPrompts, paged_policies
+from tests.runtime.tiny import tiny_model
+
+assert Path(artifacts.__file__).is_relative_to(Path(__file__).parent), artifacts.__file__
+
+# Of help texts and options.
+assert "edges" in CACHES.split(", ")
+
+# An artifact in a file, and a cache of transformers.
+model = tiny_model("Llama")
+layers = ("both", "both")
+artifact = artifacts.Artifact(
+    model=fingerprint(model, name="tiny"),
+    search=None,
+    patterns={},
+    prefill=artifacts.Prefill(dense_below=0, layers=(None, None)),
+    kv_cache=artifacts.KVCache(policies={"both": Edges(size=5)}, layers=layers),
+)
+artifacts.save(artifact, "cfg.yaml")
+loaded = artifacts.load("cfg.yaml")
+with LoadedArtifact(loaded).apply(model) as handle, torch.no_grad():
+    cache = handle.new_cache()
+    model(torch.arange(3, 43)[None], past_key_values=cache)
+    model(torch.tensor([[7]]), past_key_values=cache)
+assert [layer.mean_kept for layer in cache.layers] == [11, 11]
+
+# vLLM's side.
+(paged, _) = paged_policies(loaded).values()
+assert isinstance(paged, PagedPrompts) and paged.pages[0].left(40) == 10
+"""
+
+
+def add(folder: Path, walk: dict[str, dict[str, str]]) -> None:
+    """Add the texts of a walk to the files below a folder."""
+    for file, additions in walk.items():
+        path = folder / file
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        for before, addition in additions.items():
+            assert before in text, f"{file} has no {before!r}: change CONTRIBUTING and this walk"
+            text = text.replace(before, addition + before, 1)
+        path.write_text(text, encoding="utf-8")
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, whose packages come first."""
+    script = "import runpy, sys; sys.path.insert(0, '.'); sys.argv = sys.argv[1:]; "
+    script += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=folder, capture_output=True, text=True
+    )
+
+
+def test_a_new_policy_touches_three_places_and_is_served(tmp_path):
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    suite = "tests/conformance/test_cache_policies.py"
+    options = ("pytest", "-q", "-p", "no:cacheprovider", "-n", "0")
+    add(tmp_path, POLICY)
+    (tmp_path / "serve.py").write_text(SERVE)
+    served = python(tmp_path, "serve")
+    assert served.returncode == 0, served.stdout + served.stderr
+    # Without a case the suite fails.
+    missing = python(tmp_path, *options, f"{suite}::test_every_policy_is_here")
+    assert missing.returncode == 1 and "edges" in missing.stdout, missing.stdout + missing.stderr
+    add(tmp_path, CONFORMANCE)
+    passed = python(tmp_path, *options, suite, "-k", "edges or every_policy")
+    assert passed.returncode == 0, passed.stdout + passed.stderr
