@@ -133,13 +133,18 @@ def _block_sparse(methods: Methods, length: int, tailed: bool) -> Method:
     return methods.single("block_sparse", lambda n: {"blocks": n}, length, tailed)
 
 
-@method("a_shape", "sinks and a window", "StreamingLLM, Xiao et al. 2024", is_default=True)
+@method(
+    "a_shape",
+    "A-shape for all heads: sinks and a window",
+    "StreamingLLM, Xiao et al. 2024",
+    is_default=True,
+)
 def _a_shape(methods: Methods, length: int, tailed: bool) -> Method:
     # 1,024 sinks and 4,096 tokens of window, as MInference's budget has it.
     return methods.single("a_shape", lambda n: {"sink": n, "window": 4 * n}, length, tailed)
 
 
-@cache("snapkv", "of the prompt what its last 64 queries vote for (Li et al. 2024)")
+@cache("snapkv", "of the prompt, the tokens that its last 64 queries select (Li et al. 2024)")
 def _snapkv(share: float, length: int) -> Policy:
     return SnapKV(budget=max(share * length, 65) / length)
 
@@ -147,16 +152,19 @@ def _snapkv(share: float, length: int) -> Policy:
 # runtime's SnapKV with tokens drawn by lot in place of a vote.
 cache(
     RANDOM,
-    f"of the prompt the first {SINKS} tokens, the last 64, and others drawn (arXiv 2609.03430)",
+    f"of the prompt, the first {SINKS} tokens, the last 64, and a random sample of the others "
+    "(arXiv 2609.03430)",
 )(_snapkv)
 
 
-@cache("h2o", "heavy hitters and the latest (Zhang et al. 2023)", decides_prefill=True)
+@cache("h2o", "heavy hitters and the latest tokens (Zhang et al. 2023)", decides_prefill=True)
 def _h2o(share: float, length: int) -> Policy:
     return H2O(heavy=share / 2, recent=share / 2)
 
 
-@cache("streaming", "sinks and a window, prompts too (Xiao et al. 2024)", decides_prefill=True)
+@cache(
+    "streaming", "sinks and a window, also during prefill (Xiao et al. 2024)", decides_prefill=True
+)
 def _streaming(share: float, length: int) -> Policy:
     return Streaming(sinks=SINKS, window=max(round(share * length) - SINKS, 1))
 
@@ -226,7 +234,7 @@ def markdown_table() -> str:
     """The methods and caches as a table of docs/evaluation.md."""
     lines = ["| method | what it computes | source |", "|---|---|---|"]
     lines += [f"| `{name}` | {s.description} | {s.source} |" for name, s in METHODS.items()]
-    lines += ["", "| cache | what it keeps |", "|---|---|"]
+    lines += ["", "| cache | tokens it keeps |", "|---|---|"]
     lines += [f"| `{name}` | {s.description} |" for name, s in CACHES.items()]
     return "\n".join(lines)
 

@@ -47,11 +47,15 @@ _CODE_NEW_TOKENS = 50
 @task(
     "cwe",
     parameters=(
-        Parameter("words", int, "how many words are common (10)", 1, 1000),
-        Parameter("common", int, "how often these come up (30; 6 below 4096 tokens)", 2),
-        Parameter("uncommon", int, "how often the others do (3; 1 below 4096 tokens)", 1),
+        Parameter("words", int, "number of common words (default 10)", 1, 1000),
+        Parameter(
+            "common", int, "occurrences of a common word (default 30; 6 below 4096 tokens)", 2
+        ),
+        Parameter(
+            "uncommon", int, "occurrences of any other word (default 3; 1 below 4096 tokens)", 1
+        ),
     ),
-    asks="the ten most common words of a list",
+    asks="the most common words of a list, ten by default",
     metric="all",
     scored=SHARE,
     source=RULER,
@@ -103,7 +107,7 @@ def common_words(
 
 @task(
     "fwe",
-    parameters=(Parameter("alpha", float, "how fast counts fall with the rank (2)", 1.01, 4),),
+    parameters=(Parameter("alpha", float, "counts fall as 1 / rank^alpha (default 2)", 1.01, 4),),
     asks="the three most frequent code words of a text",
     metric="all",
     scored=SHARE,

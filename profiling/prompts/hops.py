@@ -25,8 +25,8 @@ _HOPS = 2
 @task(
     "multi_hop",
     takes_file="may",
-    asks="somebody's relation's relation, step by step",
-    scored="both are named in turn",
+    asks="a relation of a person's relation, such as the aunt of a teacher",
+    scored="whether the text begins with the first step's result and later has the answer",
     source="OmniKV, section 3",
 )
 def multi_hop(request: Request) -> list[Prompt]:

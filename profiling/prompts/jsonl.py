@@ -19,7 +19,7 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 @task(
     "jsonl",
     takes_file="must",
-    asks="what your prompts ask",
+    asks="the questions of your prompts",
     source="your file",
 )
 def jsonl(request: Request) -> list[Prompt]:

@@ -12,8 +12,8 @@ from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from profiling.prompts.tokens import Encoder, Ids, flat
 
-BEGINS = "the answer begins with the right one"
-SHARE = "the fraction of the answers that are named"
+BEGINS = "whether the generated text begins with the expected answer"
+SHARE = "fraction of the expected answers that the generated text contains"
 RULER = "RULER, Hsieh et al. 2024"
 
 
@@ -226,12 +226,16 @@ class Parameter:
 
 
 DEPTH = Parameter(
-    "depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1
+    "depth", float, "position of the fact: 0 is the start, 1 the end (default random)", 0, 1
 )
 QUESTION_FIRST = Parameter(
-    "question_first", int, "1 asks before the text, and only points back at its end (0)", 0, 1
+    "question_first",
+    int,
+    "1: the question precedes the text, and the end only refers to it (default 0)",
+    0,
+    1,
 )
-QUESTIONS = Parameter("questions", int, "how many questions share a context (8)", 1, 1000)
+QUESTIONS = Parameter("questions", int, "questions that share a context (default 8)", 1, 1000)
 
 
 Generator = Callable[..., list[Prompt]]

@@ -28,7 +28,7 @@ _BATCH = 256
 @task(
     "line_retrieval",
     parameters=(QUESTION_FIRST,),
-    asks="the number of one word in a list of words with numbers",
+    asks="the number of one word, from a list of words with numbers",
     source="LongEval, Li et al. 2023",
 )
 def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
@@ -63,7 +63,7 @@ def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]
 @task(
     "two_stage_retrieval",
     asks="the box of an owner, then the value of that box",
-    scored="both are named in turn",
+    scored="whether the text begins with the box and later has its value",
     source="OmniKV, appendix A",
 )
 def two_stage_retrieval(request: Request) -> list[Prompt]:

@@ -49,24 +49,24 @@ class Variant:
 
 VARIANTS = {
     "niah_single_1": Variant(
-        asks="the number of a word, in a haystack of one line over and over", haystack="noise"
+        asks="the number of a word, in one line repeated over and over", haystack="noise"
     ),
     "niah_single_2": Variant(asks="the number of a word, in a text", haystack="text"),
     "niah_single_3": Variant(asks="the UUID of a word, in a text", haystack="text", value="UUID"),
     "niah_multikey_1": Variant(
-        asks="the number of one of four words, in a text", haystack="text", keys=4
+        asks="the number of one of four words with numbers, in a text", haystack="text", keys=4
     ),
     "niah_multikey_2": Variant(
-        asks="the number of one word, in nothing but numbers of words", haystack="needles"
+        asks="the number of one word, in a list of words with numbers", haystack="needles"
     ),
     "niah_multikey_3": Variant(
-        asks="the UUID of one UUID, in nothing but such",
+        asks="the UUID of one UUID, in a list of such pairs",
         haystack="needles",
         key="UUID",
         value="UUID",
     ),
     "niah_multivalue": Variant(
-        asks="all four numbers of a word, in a text", haystack="text", values=4
+        asks="the four numbers of one word, in a text", haystack="text", values=4
     ),
     "niah_multiquery": Variant(
         asks="the numbers of four words, in a text", haystack="text", keys=4, asked=4

@@ -99,7 +99,7 @@ _CHAINED = Again(
 )
 FORMS = {
     "line_asked": Form(
-        "numbers of words by questions between the lines",
+        "the numbers of earlier words, by questions between the lines of a list",
         "LongEval, Li et al. 2023",
         "Below are facts, one a line, and questions about earlier ones with their answers.\n\n",
         _numbered(words),
@@ -107,7 +107,7 @@ FORMS = {
         (_ASKED,),
     ),
     "chain": Form(
-        "numbers that words take from words far before them",
+        "the number of a new word, which is that of a word far before it",
         "variable tracking, RULER",
         "Below values are set, one a line, some of them to the value of an earlier one.\n\n",
         _numbered(words),
@@ -115,7 +115,7 @@ FORMS = {
         (_CHAINED,),
     ),
     "facts": Form(
-        "what `line_asked` and `chain` ask in one prompt, and more in later turns",
+        "the questions of `line_asked` and `chain` in one prompt, and more in later turns",
         "LongEval, Li et al. 2023; RULER, Hsieh et al. 2024",
         "Below values are set, one a line, some of them to the value of an earlier one, and some "
         "are asked for.\n\n",
@@ -126,7 +126,7 @@ FORMS = {
         turn="\nThe value of {name} is",
     ),
     "label_map": Form(
-        "the random label of a word that had it far before",
+        "the random label of a word that appeared far before",
         "many-shot, Agarwal et al. 2024",
         "Each word has a colour, which stays the same wherever the word comes again.\n\n",
         _labelled,
@@ -220,8 +220,8 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     return [replace(prompts[0], scored=spans, labels=labels), *prompts[1:]]
 
 
-_INSIDE = "the fraction of the answers inside the prompt of which every token is the likeliest"
-_LATER = f"; after the first question of a context, whether {BEGINS}"
+_INSIDE = "fraction of in-prompt answers whose tokens are all argmax (teacher-forced)"
+_LATER = f"; in later turns, {BEGINS}"
 for _name, _form in FORMS.items():
     task(
         _name,

@@ -32,7 +32,7 @@ _BATCH = 256
 @task(
     "kv_retrieval",
     parameters=(QUESTION_FIRST,),
-    asks="the value of one UUID in a JSON object of UUIDs",
+    asks="the value of one key of a JSON object; keys and values are UUIDs",
     source="Liu et al. 2023, section 3",
 )
 def kv_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:

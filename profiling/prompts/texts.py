@@ -36,7 +36,7 @@ _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 @task(
     "text",
     takes_file="must",
-    asks="nothing: windows of a text, for perplexity",
+    asks="nothing: windows of your text",
     scored="perplexity",
     source="your file",
 )
@@ -85,7 +85,7 @@ def disjoint_starts(rng: random.Random, size: int, width: int) -> list[int]:
 @task(
     "prose",
     has_text=True,
-    asks=("nothing: windows of Python's own documentation, where no text of the user's is at hand"),
+    asks="nothing: windows of Python's own documentation",
     scored="perplexity",
     source="Python's help() and docstrings",
 )

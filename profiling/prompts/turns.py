@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from profiling.prompts.kind import QUESTIONS, Find, Prompt, Request, task
+from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Prompt, Request, task
 from profiling.prompts.tokens import Ids
 from profiling.prompts.words import five_digits, words
 
@@ -35,8 +35,8 @@ class Item(NamedTuple):
 @task(
     "line_turns",
     parameters=(QUESTIONS,),
-    asks="the number of one word in a list of words with numbers",
-    scored="the answer begins with the right one; the question comes in a later turn",
+    asks="the number of one word, from a list of words with numbers; asked in a later turn",
+    scored=BEGINS,
     source="a shared context and later turns: SCBench, Li et al. 2024",
 )
 def line_turns(request: Request, *, questions: int = 8) -> list[Prompt]:

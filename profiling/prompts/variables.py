@@ -30,10 +30,12 @@ _NEW_TOKENS = 30
 @task(
     "vt",
     parameters=(
-        Parameter("chains", int, "how many values are handed on (1)", 1, 1000),
-        Parameter("hops", int, "how many variables take a value from the one before (4)", 1, 1000),
+        Parameter("chains", int, "number of chains of assignments (default 1)", 1, 1000),
+        Parameter(
+            "hops", int, "assignments from variable to variable in a chain (default 4)", 1, 1000
+        ),
     ),
-    asks="all variables that have a value, by way of one another",
+    asks="all variables with one value, which the first has and the others copy",
     metric="all",
     scored=SHARE,
     source=RULER,
