@@ -20,14 +20,14 @@ from artifacts.cli.interrupt import while_importing
 from artifacts.cli.options import add_arguments, config_of
 from search.model.config import ModelSearch
 from search.model.limits import Limits
-from search.published.config import HeadSearch
+from search.paper_config import PaperSearch
 from search.study import without_password
 
 # Options of the search with one budget for the model that --preset paper lacks.
 _OF_MODEL = tuple(
     field.name
     for field in (*fields(ModelSearch), *fields(Limits))
-    if field.name not in {"tasks", "limits", *(shared.name for shared in fields(HeadSearch))}
+    if field.name not in {"tasks", "limits", *(shared.name for shared in fields(PaperSearch))}
 )
 
 
@@ -35,7 +35,7 @@ def parser() -> ArgumentParser:
     """The command line of headwise search."""
     p = ArgumentParser(prog="headwise search", description=__doc__, shares_work=True)
     add_arguments(p, ModelSearch)
-    add_arguments(p, HeadSearch, ("preset",))
+    add_arguments(p, PaperSearch, ("preset",))
     return p
 
 
@@ -54,32 +54,32 @@ def main(argv: list[str] | None = None) -> int:
                     f"--{name.replace('_', '-')} goes with one budget for the model, not with "
                     "--preset paper"
                 )
-        _run_published(options, command)
+        _run_paper(options, command)
         return 0
     config = config_of(ModelSearch, options, command=command)
     with while_importing():
         from search.model.report import report
         from search.model.search import run
-    recorded = run(config)
-    if recorded is None:
+    record = run(config)
+    if record is None:
         return 0
-    print(report(config, recorded))
-    if recorded.is_proven_faster or config.keep:
+    print(report(config, record))
+    if record.is_proven_faster or config.keep:
         return 0
     return FOUND
 
 
-def _run_published(options: dict[str, Any], command: str) -> None:
+def _run_paper(options: dict[str, Any], command: str) -> None:
     """Run the search of --preset paper, which is of one task, and report."""
     with while_importing():
-        from search.model.report import report_published
-        from search.published.search import run
+        from search.model.report import report_paper
+        from search.paper import run
     tasks = options["tasks"]
     if tasks is not None and len(tasks) > 1:
         raise HeadwiseError(f"--task takes one value with --preset paper, got {len(tasks)}")
     calibration = tasks[0] if tasks else None
-    artifact = run(config_of(HeadSearch, options | {"calibration": calibration}, command=command))
-    print(report_published(artifact, options["out"], options["model"]))
+    config = config_of(PaperSearch, options | {"calibration": calibration}, command=command)
+    print(report_paper(config, run(config)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ PAPER_BUDGET = "a_shape:1024,4096"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSearch:
+class PaperSearch:
     """Config of the search; the defaults are the paper's.
 
     Attributes:
