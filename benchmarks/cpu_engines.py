@@ -4,7 +4,7 @@
 
 Dense causal attention by head dim and length, interleaved, medians; and nanoseconds for 16 scores
 of the inner loop on one thread, 64 queries of each of 64 heads over 4,096 keys that they share. An
-engine whose result is not that of fp32 has no speed: it is said, and the exit status is 3.
+engine whose result differs from fp32 is listed as wrong, without a speed, and the exit status is 3.
 
 Shapes: H query heads, G KV heads, Q query length, K key length, D head dim; the batch is 1.
 """
@@ -54,23 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table and one line of JSON; 3 where an engine is wrong."""
     options = parser().parse_args(argv)
     torch.set_num_threads(options.threads)
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "environment": environment("cpu"),
         "why_no_tiles": cpu.why_no_tiles(),
         "dense": [],
     }
     for head_dim in options.head_dims:
         for length in options.lengths:
-            found["dense"].append(_dense(head_dim, length, options.repeats))
+            record["dense"].append(_dense(head_dim, length, options.repeats))
     torch.set_num_threads(1)
-    found["inner_loop"] = _inner_loop(options.repeats)
-    print(_table(found))
-    text = json.dumps(found)
+    record["inner_loop"] = _inner_loop(options.repeats)
+    print(_table(record))
+    text = json.dumps(record)
     if options.json is None:
         print(text)
     else:
         options.json.write_text(text + "\n", encoding="utf-8")
-    rows = [*found["dense"], found["inner_loop"]]
+    rows = [*record["dense"], record["inner_loop"]]
     return FOUND if any(row["wrong"] for row in rows) else 0
 
 
@@ -126,7 +126,7 @@ def _measured(
     if with_sdpa:
         runs[_SDPA] = lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     last = min(_CHECKED, q.shape[2])
-    # The last queries see every key of theirs, so they are a call of their own.
+    # The last queries alone: each sees the same keys as in the whole call.
     oracle = sparse_attention(
         *(q[:, :, -last:].float(), k.float(), v.float()),
         dense_index(1, q.shape[1], last, k.shape[2], q.device),
@@ -141,22 +141,22 @@ def _right(out: Tensor, oracle: Tensor) -> bool:
     return bool(torch.allclose(out.float(), oracle, rtol=0, atol=_ERROR))
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(record: dict[str, Any]) -> str:
     """Rates by head dim and length; a wrong result in place of a speed."""
     names = [*(e for e in cpu.engines(torch.bfloat16) if e != "float"), _SDPA]
     lines = [
-        f"{found['environment']['device']}, {found['environment']['threads']} threads, GFLOP/s"
+        f"{record['environment']['device']}, {record['environment']['threads']} threads, GFLOP/s"
     ]
-    if found["why_no_tiles"]:
-        lines.append(f"no engine by AMX: {found['why_no_tiles']}")
+    if record["why_no_tiles"]:
+        lines.append(f"no engine by AMX: {record['why_no_tiles']}")
     lines.append(f"{'head dim':>8}{'tokens':>8}" + "".join(f"{name:>10}" for name in names))
-    for row in found["dense"]:
+    for row in record["dense"]:
         cells = (
             f"{row['gflops'][name]:>10,.0f}" if name in row["gflops"] else f"{'wrong':>10}"
             for name in names
         )
         lines.append(f"{row['head_dim']:>8}{row['length']:>8,}" + "".join(cells))
-    inner = found["inner_loop"]
+    inner = record["inner_loop"]
     times = (f"{name} {time:.2f}" for name, time in inner["ns"].items())
     lines.append(f"ns for 16 scores on one thread, head dim 64: {', '.join(times)}")
     lines += [f"wrong in the inner loop: {name}" for name in inner["wrong"]]

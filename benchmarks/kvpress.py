@@ -3,10 +3,10 @@
     python benchmarks/kvpress.py --model smollm2 --task line_turns@questions=8 --length 1024
     --samples 6
 
-kvpress runs in an environment of its own, with the transformers that it needs (.ci/kvpress;
+kvpress runs in a separate environment, with the transformers that it needs (.ci/kvpress;
 --python), by its own pipeline: it prefills a context under a press, feeds each question after it,
 and answers greedily. So do Headwise's caches. The last token of a prompt that is no later turn is
-fed after the rest. Both keep the same share of the context."""
+fed after the rest. Both keep the same fraction of the context."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ class _Context:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and return the figures with what they depend on.
+    """Measure, and return the figures with the settings that they depend on.
 
     Raises:
-        HeadwiseError: anything that the user has to put right, and an error of kvpress.
+        HeadwiseError: a mistake of the user, and an error of kvpress.
     """
     if not options.python.exists():
         raise HeadwiseError(
@@ -105,30 +105,30 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     token = 2 * model.num_kv_heads * model.head_dim * loaded.model.dtype.itemsize
     contexts = [each for task in options.tasks for each in _contexts(options, loaded, task)]
-    found = {
+    results = {
         method.name: _of_ours(loaded, method, contexts, token)
         for method in _methods(options, loaded)
     }
-    found |= _of_kvpress(options, loaded, contexts)
+    results |= _of_kvpress(options, loaded, contexts)
     return {
         "command": sys.argv,
         "model": loaded.name,
         "weights": model.weights_sha256,
         "environment": {**environment(), **_versions(options.python)},
-        "rows": _rows(contexts, found),
+        "rows": _rows(contexts, results),
     }
 
 
 def _contexts(options: argparse.Namespace, loaded: LoadedModel, task: str) -> Iterator[_Context]:
     samples = options.samples * per_context(task)
-    made = make_prompts(
+    prompts = make_prompts(
         task, loaded.tokenizer, length=options.length, samples=samples, seed=options.seed
     )
-    if any(prompt.scored or prompt.answer is None for prompt in made):
+    if any(prompt.scored or prompt.answer is None for prompt in prompts):
         raise HeadwiseError(
             f"--task {task} asks nothing after its prompts: take one with an answer at the end"
         )
-    prompts = [replace(prompt, turn=max(1, prompt.turn)) for prompt in made]
+    prompts = [replace(prompt, turn=max(1, prompt.turn)) for prompt in prompts]
     for numbers in by_context(prompts):
         yield _Context(parse_task(task).name, tuple(prompts[number] for number in numbers))
 
@@ -136,21 +136,21 @@ def _contexts(options: argparse.Namespace, loaded: LoadedModel, task: str) -> It
 def _methods(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[Method]:
     yield of_policy(loaded, KERNEL, None)
     for name, spec in CACHES.items():
-        made = spec.policy(options.share, options.length)
-        yield of_policy(loaded, name, CacheKind(policy=made, random=name == RANDOM))
+        policy = spec.policy(options.share, options.length)
+        yield of_policy(loaded, name, CacheKind(policy=policy, random=name == RANDOM))
 
 
 def _of_ours(
     loaded: LoadedModel, method: Method, contexts: Sequence[_Context], token: int
 ) -> list[dict[str, Any]]:
-    found = []
+    results = []
     with method.apply(loaded.model):
         for each in bar(contexts, desc=method.name):
             run = trials(loaded.model, loaded.tokenizer, each.prompts, method)
             records = {trial.number: trial.record for trial in run}
             answers = [records[number]["text"] for number in range(len(each.prompts))]
-            found.append({"answers": answers, "bytes": _bytes(loaded, method, each, token)})
-    return found
+            results.append({"answers": answers, "bytes": _bytes(loaded, method, each, token)})
+    return results
 
 
 @torch.no_grad()
@@ -174,12 +174,12 @@ def _of_kvpress(
         f"kvpress: {name}": (name, {"compression_ratio": 1 - options.share})
         for name in options.presses
     }
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in presses}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in presses}
     # Press by press, context by context.
-    for told in _worker(options, loaded, presses, contexts):
-        answers = [answer.strip() for answer in told["answers"]]
-        found[told["press"]].append({"answers": answers, "bytes": told["bytes"]})
-    return found
+    for line in _worker(options, loaded, presses, contexts):
+        answers = [answer.strip() for answer in line["answers"]]
+        results[line["press"]].append({"answers": answers, "bytes": line["bytes"]})
+    return results
 
 
 def _worker(
@@ -206,12 +206,12 @@ def _worker(
             for each in contexts
         ],
     }
-    # -P: this folder has a kvpress.py of its own.
+    # -P: this folder has a kvpress.py, too.
     command = [str(options.python), "-P", str(WORKER)]
     with (
-        tempfile.TemporaryFile() as said,
+        tempfile.TemporaryFile() as log,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
         ) as process,
     ):
         assert process.stdin is not None and process.stdout is not None
@@ -220,25 +220,25 @@ def _worker(
         for line in process.stdout:
             yield json.loads(line)
         process.wait()
-        said.seek(0)
-        last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+        log.seek(0)
+        last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
     if process.returncode:
         raise HeadwiseError(
             f"kvpress in {shorten(str(options.python))} failed: "
-            f"{shorten(last or 'it said nothing')}"
+            f"{shorten(last or 'it printed nothing')}"
         )
 
 
 def _versions(python: Path) -> dict[str, str]:
     code = "from importlib.metadata import version as v; print(v('kvpress'), v('transformers'))"
-    told = subprocess.run(
+    versions = subprocess.run(
         [str(python), "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    return {"kvpress": told[0], "transformers of kvpress": told[1]}
+    return {"kvpress": versions[0], "transformers of kvpress": versions[1]}
 
 
 def _rows(
-    contexts: Sequence[_Context], found: Mapping[str, Sequence[Mapping[str, Any]]]
+    contexts: Sequence[_Context], results: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
     """A row for each task and method; differences are to the same library's dense attention."""
     rows: list[dict[str, Any]] = []
@@ -246,12 +246,12 @@ def _rows(
         here = [at for at, each in enumerate(contexts) if each.task == task]
         scores = {
             name: [_score(contexts[at], some[at]["answers"]) for at in here]
-            for name, some in found.items()
+            for name, some in results.items()
         }
         for name, own in scores.items():
             dense = _NONE if name.startswith("kvpress") else KERNEL
-            full = statistics.mean(found[dense][at]["bytes"] for at in here)
-            held = statistics.mean(found[name][at]["bytes"] for at in here)
+            full = statistics.mean(results[dense][at]["bytes"] for at in here)
+            held = statistics.mean(results[name][at]["bytes"] for at in here)
             interval = mean_interval(own)
             row: dict[str, Any] = {"task": task, "method": name, "contexts": len(own)}
             row |= {
@@ -269,8 +269,8 @@ def _rows(
                 }
                 row["p"] = sign_flip([a - b for a, b in zip(own, scores[dense], strict=True)])
             rows.append(row)
-    looks = [row for row in rows if "p" in row]
-    for row, corrected in zip(looks, holm([row["p"] for row in looks]), strict=True):
+    compared = [row for row in rows if "p" in row]
+    for row, corrected in zip(compared, holm([row["p"] for row in compared]), strict=True):
         row["corrected"] = corrected
     return rows
 

@@ -37,9 +37,9 @@ def main() -> None:
         ).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         pipeline = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
-        for name, made in job["presses"].items():
+        for name, spec in job["presses"].items():
             for number, context in enumerate(job["contexts"]):
-                press: Any = None if made is None else getattr(kvpress, made[0])(**made[1])
+                press: Any = None if spec is None else getattr(kvpress, spec[0])(**spec[1])
                 cache = DynamicCache(config=model.config)
                 inputs = {
                     "context_ids": torch.tensor([context["ids"]], dtype=torch.long),
@@ -51,14 +51,14 @@ def main() -> None:
                     answers = pipeline._forward(
                         inputs, max_new_tokens=context["new_tokens"], press=press, cache=cache
                     )
-                # The answers are out of the cache again: it holds what is kept of the context.
+                # The pipeline has removed the answers: only kept tokens of the context are left.
                 held = sum(
                     part.numel() * part.element_size()
                     for x in cache.layers
                     for part in (x.keys, x.values)
                 )
-                found = {"press": name, "context": number, "answers": answers, "bytes": held}
-                print(json.dumps(found), flush=True)
+                line = {"press": name, "context": number, "answers": answers, "bytes": held}
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

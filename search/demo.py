@@ -8,6 +8,7 @@ them is a matter of minutes on this machine, by a quick measurement, else 4,096;
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -26,17 +27,16 @@ from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.answers import answer, is_right
-from profiling.speed.baselines import KERNEL, LABELS, dense
+from profiling.speed.baselines import HEADWISE, KERNEL, LABELS, dense, of_rounds
 from profiling.speed.latency import in_turn, prefill
 from profiling.speed.layer_times import all_threads
 from runtime import load
 from runtime.fingerprint import fingerprint
 from runtime.layers import text_config
 from search.model.config import ModelSearch
-from search.model.record import Recorded
-from search.model.report import report
+from search.model.report import first_token_seconds, interval, report
+from search.model.run import SearchRun
 from search.model.search import search_model
-from search.model.speed import FirstToken
 
 _MODEL = "smollm2"
 # Tokens of the prompts: the first length whose search takes at most _SECONDS.
@@ -80,33 +80,33 @@ def demonstrate(config: ModelSearch, loaded: LoadedModel) -> bool:
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     print(f"$ {config.command}", flush=True)
     with out_folder(config.out.parent):
-        recorded = search_model(config, loaded, model)
-        assert recorded is not None, "there is one process"
-        print(report(config, recorded))
-        if recorded.written:
-            print("\n".join(["", *_summary(loaded, config, recorded)]))
-    return recorded.is_proven_faster or config.keep
+        search = search_model(config, loaded, model)
+        assert search is not None, "there is one process"
+        print(report(config, search))
+        if search.written:
+            print("\n".join(["", *_summary(loaded, config, search)]))
+    return search.is_proven_faster or config.keep
 
 
-def _summary(loaded: LoadedModel, config: ModelSearch, recorded: Recorded) -> list[str]:
+def _summary(loaded: LoadedModel, config: ModelSearch, search: SearchRun) -> list[str]:
     """Seconds to the first token, the pass key, and the picture, a line each."""
     lines = []
-    length = recorded.outcome.run.length
-    if recorded.speed is not None and recorded.speed.first_token is not None:
-        lines.append(_first_token(recorded.speed.first_token, length))
-    lines.append(_pass_key(loaded, config.out, min(PASSKEY_LENGTH, length)))
+    if search.prefills:
+        lines.append(_first_token(search.prefills, search.length))
+    lines.append(_pass_key(loaded, config.out, min(PASSKEY_LENGTH, search.length)))
     if config.picture:
         lines.append(f"picture of the patterns: {config.out.with_suffix('.png')}")
     return lines
 
 
-def _first_token(whole: FirstToken, length: int) -> str:
+def _first_token(prefills: Mapping[str, Sequence[float]], length: int) -> str:
     """Seconds to the first token, dense and by the artifact, as the search timed them."""
-    low, high = whole.interval
+    speedup = of_rounds(prefills, HEADWISE)
+    seconds, ours = first_token_seconds(prefills)
     return (
-        f"first token of a prompt of {length:,} tokens: {whole.dense:.2f} s dense "
-        f"({LABELS[whole.baseline]}), {whole.headwise:.2f} s with Headwise, {whole.ratio:.2f} "
-        f"times as fast ({low:.2f} to {high:.2f} in {whole.speedup.rounds} rounds)"
+        f"first token of a prompt of {length:,} tokens: {seconds:.2f} s dense "
+        f"({LABELS[speedup.fastest]}), {ours:.2f} s with Headwise, {seconds / ours:.2f} "
+        f"times as fast ({interval(speedup)})"
     )
 
 

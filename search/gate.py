@@ -16,13 +16,13 @@ the model of an import, which does not say which it is for."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from artifacts import Artifact, Evidence, HeadwiseError, Verdict, load_pair
+from artifacts import Artifact, Evidence, HeadwiseError, TaskFigures, Verdict, load_pair
 from artifacts.cli.arguments import (
     TASKS,
     ArtifactFile,
@@ -49,18 +49,10 @@ from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.layers import make_plans
-from search.model.evidence import HELD_OUT, prompt_set
+from search.model.evidence import HELD_OUT, prompt_set, validated
 from search.model.limits import Limits
+from search.model.losses import advice, context_losses, format_row, summary, task_figures, verdict
 from search.model.prompts import held_out_prompts
-from search.model.task_losses import (
-    TaskLoss,
-    by_task,
-    line,
-    pooled,
-    remedy,
-    summary,
-    verdict,
-)
 from search.model.transfer import check_shape, write_for
 
 if TYPE_CHECKING:
@@ -109,6 +101,7 @@ class GateResult:
     """Losses of an artifact on held-out prompts, and their verdict.
 
     Attributes:
+        tasks: figures of each, and of all answers together.
         fault: the limit that it is beyond; None where there is none.
         heads: where there is a fault, the ten whose error exceeds the searched one most, as
             (layer, head, error, error that the search measured).
@@ -116,7 +109,7 @@ class GateResult:
             for others.
     """
 
-    tasks: tuple[TaskLoss, ...]
+    tasks: tuple[TaskFigures, ...]
     fault: str | None
     verdict: Verdict
     heads: tuple[tuple[int, int, float, float], ...]
@@ -170,14 +163,14 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         for number in range(len(reference.sequences)):
             losses.append(reference.losses(number, plans))
             shown.update()
-    tasks = by_task(reference.sequences, losses)
-    fault = config.limits.fault(tasks)
+    tasks = task_figures(context_losses(reference.sequences, losses), length)
+    fault = config.limits.violation(tasks)
     if fault:
         heads = _worst(loaded, artifact, arrays, prompts)
     else:
         heads = ()
     result = GateResult(
-        tasks=tuple(tasks),
+        tasks=tasks,
         fault=fault,
         verdict=verdict(tasks),
         heads=heads,
@@ -187,7 +180,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
     evidence = Evidence(
         verdict=result.verdict,
         reported_on=prompt_set(HELD_OUT, reference.sequences),
-        tasks=tuple(task.figures(length) for task in (*tasks, *pooled(tasks))),
+        tasks=validated(tasks),
     )
     left_out = write_for(loaded, config.out, artifact, arrays, evidence)
     return replace(result, left_out=left_out)
@@ -254,8 +247,8 @@ def report(config: Config, result: GateResult) -> str:
     elif result.passes:
         headline = f"passes: {summary(result.tasks)}"
     else:
-        headline = f"not proven: {result.verdict.why}; {remedy(result.tasks, config.samples)}"
-    lines = [headline, *(f"  {line(task)}" for task in (*result.tasks, *pooled(result.tasks)))]
+        headline = f"not proven: {result.verdict.why}; {advice(result.tasks, config.samples)}"
+    lines = [headline, *(f"  {format_row(task)}" for task in result.tasks)]
     for layer, head, error, before in result.heads:
         lines.append(f"  head {layer}.{head}: error {error:.3f}, its search measured {before:.3f}")
     if config.out is None:
@@ -274,14 +267,11 @@ def report(config: Config, result: GateResult) -> str:
 
 def record(result: GateResult) -> dict[str, Any]:
     """The same as JSON."""
-    tasks = [asdict(task) for task in (*result.tasks, *pooled(result.tasks))]
-    for task in tasks:
-        del task["contexts"]
     return {
         "passes": result.passes,
         "fault": result.fault,
         "verdict": result.verdict.model_dump(),
-        "tasks": tasks,
+        "tasks": [task.model_dump() for task in result.tasks],
         "heads": result.heads,
         "left_out": result.left_out,
     }

@@ -18,7 +18,7 @@ from artifacts import HeadwiseError
 from artifacts.cli.command import FOUND
 from artifacts.cli.interrupt import while_importing
 from search.model.config import ModelSearch as Config
-from search.published.config import HeadSearch
+from search.paper_config import PaperSearch
 
 
 def run(config: Config) -> int:
@@ -28,24 +28,24 @@ def run(config: Config) -> int:
         HeadwiseError: a mistake of the user, or no allocation passes the gate.
     """
     if config.preset is not None:
-        _run_published(config)
+        _run_paper(config)
         return 0
     with while_importing():
         from search.model.report import report
         from search.model.search import run
-    recorded = run(config)
-    if recorded is None:
+    record = run(config)
+    if record is None:
         return 0
-    print(report(config, recorded))
-    if recorded.is_proven_faster or config.keep:
+    print(report(config, record))
+    if record.is_proven_faster or config.keep:
         return 0
     return FOUND
 
 
-def _run_published(config: Config) -> None:
+def _run_paper(config: Config) -> None:
     """Run the search of --preset paper, which is of one task, and report."""
     typed = (config.model_fields_set - {"limits"}) | config.limits.model_fields_set
-    shared = typed & HeadSearch.model_fields.keys()
+    shared = typed & PaperSearch.model_fields.keys()
     for name in sorted(typed - shared - {"tasks", "preset"}):
         raise HeadwiseError(
             f"--{name.replace('_', '-')} goes with one budget for the model, not with "
@@ -60,10 +60,10 @@ def _run_published(config: Config) -> None:
     if config.budget is not None:
         options["budget"] = str(config.budget)
     with while_importing():
-        from search.model.report import report_published
-        from search.published.search import run
-    artifact = run(HeadSearch(**options))
-    print(report_published(artifact, config.out, config.model))
+        from search.model.report import report_paper
+        from search.paper import run
+    search = PaperSearch(**options)
+    print(report_paper(search, run(search)))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-
-if TYPE_CHECKING:
-    import optuna
 
 STORAGE_HELP = "keep each measurement as a trial of an Optuna study, such as sqlite:///study.db"
 
@@ -64,43 +60,36 @@ def check_storage(url: str | None) -> None:
         ) from None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study that is written trial by trial; nothing without a storage.
+    """A study that is written trial by trial; without a storage nothing is."""
 
-    A resumed search measures nothing twice but records everything again, so an older study of the
-    name is replaced.
+    def __init__(
+        self, storage: str | None, name: str, space: Mapping[str, Any], losses: Sequence[str]
+    ) -> None:
+        """Create the study in place of an older one: a resumed search adds all trials again.
 
-    Attributes:
-        storage: any URL that Optuna takes; None keeps no study.
-        name: of the study.
-        space: the range of each numeric parameter, (low, high), and the options of each other one,
-            a list.
-        losses: names of the values.
-    """
-
-    storage: str | None
-    name: str
-    space: Mapping[str, tuple[float, float] | list[Any]]
-    losses: Sequence[str]
-
-    def __post_init__(self) -> None:
-        if self.storage is None:
+        Args:
+            storage: any URL that Optuna takes; None keeps no study.
+            name: of the study.
+            space: of each parameter (low, high), or a list of its values.
+            losses: names of the values.
+        """
+        self._space = space
+        self._losses = losses
+        self._study = None
+        if storage is None:
             return
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        names = [each.study_name for each in optuna.get_all_study_summaries(self.storage)]
-        if self.name in names:
-            optuna.delete_study(study_name=self.name, storage=self.storage)
-        study = optuna.create_study(
-            study_name=self.name,
-            storage=self.storage,
-            directions=["minimize"] * len(self.losses),
+        if name in optuna.get_all_study_names(storage):
+            optuna.delete_study(study_name=name, storage=storage)
+        self._study = optuna.create_study(
+            study_name=name, storage=storage, directions=["minimize"] * len(losses)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study.set_metric_names(list(self.losses))
+            self._study.set_metric_names(list(losses))
 
     def add(
         self, params: Mapping[str, Any], losses: Mapping[str, float], **attributes: Any
@@ -108,35 +97,27 @@ class Study:
         """Add a trial.
 
         Args:
-            params: a value for each name in `space`.
-            losses: by name. A trial that lacks one of them is added as failed, without values.
+            params: a value for each name in the space.
+            losses: by name; all are user attributes, too. A trial that lacks one of the study's
+                is added as failed, without values.
             attributes: user attributes, as JSON takes them.
         """
-        if self.storage is None:
+        if self._study is None:
             return
-        import optuna
+        from optuna.distributions import CategoricalDistribution, FloatDistribution
+        from optuna.trial import TrialState, create_trial
 
-        state = optuna.trial.TrialState.COMPLETE
-        values: list[float] | None = None
-        if set(self.losses) <= set(losses):
-            values = [losses[name] for name in self.losses]
-        else:
-            state = optuna.trial.TrialState.FAIL
-        trial = optuna.trial.create_trial(
-            state=state,
+        complete = set(self._losses) <= set(losses)
+        trial = create_trial(
+            state=TrialState.COMPLETE if complete else TrialState.FAIL,
             params=dict(params),
-            distributions={name: _distribution(each) for name, each in self.space.items()},
-            values=values,
+            distributions={
+                name: CategoricalDistribution(values)
+                if isinstance(values, list)
+                else FloatDistribution(*values)
+                for name, values in self._space.items()
+            },
+            values=[losses[name] for name in self._losses] if complete else None,
             user_attrs={**losses, **attributes},
         )
-        optuna.load_study(study_name=self.name, storage=self.storage).add_trial(trial)
-
-
-def _distribution(
-    space: tuple[float, float] | list[Any],
-) -> optuna.distributions.BaseDistribution:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
-
-    if isinstance(space, list):
-        return CategoricalDistribution(space)
-    return FloatDistribution(*space)
+        self._study.add_trial(trial)

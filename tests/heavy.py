@@ -5,6 +5,6 @@ import torch.distributed.run
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import search.model.search
-import search.published.search  # noqa: F401
+import search.paper  # noqa: F401
 
 torch.set_num_threads(1)

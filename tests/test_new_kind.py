@@ -84,9 +84,13 @@ from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.pictures.patterns import figure
 from runtime.layers import make_plans
+from search.heads import main
+from search.model import search as page
 from search.model.candidates import candidate_grid
 from search.model.rows import as_artifact_pattern
+from search.model.timed_costs import _some_of_each_kind
 from tests.artifacts.conftest import build
+from tests.tiny_text_model import save_tiny
 
 here = Path(__file__).parent
 assert Path(artifacts.__file__).is_relative_to(here), artifacts.__file__
@@ -116,9 +120,22 @@ artifacts.save(build(patterns={"band_3": record}, prefill=prefill), here / "cfg.
 loaded, arrays = artifacts.load_pair(here / "cfg.yaml")
 assert torch.equal(make_plans(loaded)[0].build(q, k).to_mask(), index.to_mask())
 
+# A search that has no other sparse candidates: it scores, allocates, gates and serves the kind.
+grid = (*(make("band", tiles=tiles) for tiles in (1, 2, 4)), make("dense"))
+page.candidate_grid = lambda length: grid
+save_tiny(here / "model")
+limits = "--max-kl 9 --max-perplexity 9 --max-nll 9 --max-lost 1 --cost flops --no-picture"
+command = f"--length 512 --task passkey --budget 0.8 --dtype float32 {limits}"
+words = ["--model", str(here / "model"), "--out", str(here / "found.yaml"), *command.split()]
+assert main(words) == 0
+found, scores = artifacts.load_pair(here / "found.yaml")
+assert "band" in found.search.summary.winners, found.search.summary.winners
+assert "candidates.0.band_1.objective" in scores
+assert {pattern.kind for pattern in _some_of_each_kind(candidate_grid(4096))} >= {"band", "dense"}
+
 # The page and the map.
-page = render(loaded, file="cfg.yaml", arrays=arrays, sidecar="none")
-assert "map: N band" in page and "NNNN" in page, page
+text = render(loaded, file="cfg.yaml", arrays=arrays, sidecar="none")
+assert "map: N band" in text and "NNNN" in text, text
 assert {text.get_text() for text in figure(loaded, None).axes[0].texts} == {"N"}
 
 # Suites that every kind goes through.

@@ -252,12 +252,7 @@ def _accuracy(task: TaskFigures) -> str:
     """Accuracy of dense attention and of the artifact, and the number of questions."""
     if task.dense_right is None or task.lost is None or task.won is None:
         return "-"
-    if task.answers is None:
-        total = task.prompts
-    else:
-        total = task.answers
-    correct = task.dense_right - task.lost + task.won
-    return f"dense {task.dense_right / total:.2f}, artifact {correct / total:.2f} of {total:,}"
+    return f"dense {task.dense_accuracy:.2f}, artifact {task.accuracy:.2f} of {task.num_answers:,}"
 
 
 def _prompts(prompts: PromptSet) -> str:

@@ -70,13 +70,37 @@ class TaskFigures(Record):
         default=None, description="perplexity over that of dense attention"
     )
 
+    @property
+    def num_answers(self) -> int:
+        """Answers that are counted: `answers`, or one for each prompt."""
+        if self.answers is None:
+            return self.prompts
+        return self.answers
+
+    @property
+    def net_lost(self) -> int:
+        """Right answers lost, less those won."""
+        return (self.lost or 0) - (self.won or 0)
+
+    @property
+    def fewer(self) -> float:
+        """`net_lost`, relative to the answers that dense attention gets right."""
+        return self.net_lost / max(1, self.dense_right or 0)
+
+    @property
+    def dense_accuracy(self) -> float:
+        """Accuracy of dense attention over all answers."""
+        return (self.dense_right or 0) / self.num_answers
+
+    @property
+    def accuracy(self) -> float:
+        """Accuracy with the artifact applied."""
+        return ((self.dense_right or 0) - self.net_lost) / self.num_answers
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         check_lost(self.lost, self.dense_right)
-        if self.answers is None:
-            answers = self.prompts
-        else:
-            answers = self.answers
+        answers = self.num_answers
         if self.dense_right is not None and self.dense_right > answers:
             raise ValueError(f"dense_right is {self.dense_right}, there are {answers} answers")
         if self.won is not None and self.won > answers - (self.dense_right or 0):

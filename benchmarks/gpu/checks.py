@@ -28,8 +28,7 @@ from kernels.ragged import Ragged
 # 16 bits.
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SCORE_ERROR = 1e-4
-# Scores that are as near as rounding may be chosen in either order: share of the keys that two
-# indices differ in.
+# Fraction of keys in which two indices may differ: rounding swaps nearly equal scores.
 INDEX_ERROR = 2e-3
 HEADS = 4
 KV_HEADS = 2
@@ -64,7 +63,7 @@ Check = Callable[[Inputs], tuple[float, float]]
 
 
 def attention(
-    patterns: Sequence[Any], *, missing: int = 0, page: int = 0, cuts: bool = False, **how: Any
+    patterns: Sequence[Any], *, missing: int = 0, page: int = 0, cuts: bool = False, **kwargs: Any
 ) -> Check:
     """The check of one sort of call.
 
@@ -77,10 +76,10 @@ def attention(
     def check(inputs: Inputs) -> tuple[float, float]:
         n = inputs.length
         q, k, v = inputs.tensors(n - missing)
-        options = dict(how)
-        places = [0, 63, n // 2, n]
+        options = dict(kwargs)
+        bounds = [0, 63, n // 2, n]
         if cuts:
-            ragged = Ragged.packed(places, places)
+            ragged = Ragged.packed(bounds, bounds)
         else:
             ragged = None
         plan = LayerPlan(patterns, KV_HEADS, dense_tail=options.pop("dense_tail", 0))
@@ -90,8 +89,8 @@ def attention(
         )
         if page:
             k, v, options["block_table"] = paged(k, v, page)
-        found = sparse_attention(q, k, v, index, backend="triton", **options)
-        return float((found.float() - expected).abs().max()), ERROR[inputs.dtype]
+        actual = sparse_attention(q, k, v, index, backend="triton", **options)
+        return float((actual.float() - expected).abs().max()), ERROR[inputs.dtype]
 
     return check
 
@@ -111,12 +110,12 @@ def paged(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def index_of_a_layer(inputs: Inputs) -> tuple[float, float]:
-    """Share of the keys in which the index of the device and that of the CPU in fp32 differ."""
+    """Fraction of the keys in which the index of the device and that of the CPU in fp32 differ."""
     q, k, _ = inputs.tensors(inputs.length - 60)
     plan = LayerPlan(LISTS, KV_HEADS)
-    found = plan.build(q, k).to_mask().cpu()
+    actual = plan.build(q, k).to_mask().cpu()
     expected = plan.build(q.cpu().float(), k.cpu().float()).to_mask()
-    return float((found != expected).float().mean()), INDEX_ERROR
+    return float((actual != expected).float().mean()), INDEX_ERROR
 
 
 def index_in_pages(inputs: Inputs) -> tuple[float, float]:
@@ -128,29 +127,29 @@ def index_in_pages(inputs: Inputs) -> tuple[float, float]:
         expected = plan.build(q, k)
         for size in (16, 64, 100):
             cache, _, table = paged(k, v, size)
-            found = plan.build(q, cache, block_table=table, k_len=inputs.length)
+            actual = plan.build(q, cache, block_table=table, k_len=inputs.length)
             for name in ("diagonals", "tiles", "columns"):
-                wrong += int((getattr(found, name) != getattr(expected, name)).sum())
+                wrong += int((getattr(actual, name) != getattr(expected, name)).sum())
     return float(wrong), 0.0
 
 
-def decode(*, chosen: bool, queries: int = 1) -> Check:
-    """The check of decode over all or chosen keys, with scores."""
+def decode(*, select: bool, queries: int = 1) -> Check:
+    """The check of decode over all or selected keys, with scores."""
 
     def check(inputs: Inputs) -> tuple[float, float]:
         q, k, v = inputs.tensors(queries)
         tokens = None
-        if chosen:
+        if select:
             order = torch.rand(
                 1, KV_HEADS, inputs.length, device=q.device, dtype=torch.float32
             ).argsort(-1)
             tokens = order[..., : inputs.length // 3].sort(-1).values.to(torch.int32)
-        found = decode_attention(q, k, v, tokens=tokens, scores="sum", backend="triton")
+        actual = decode_attention(q, k, v, tokens=tokens, scores="sum", backend="triton")
         expected = decode_attention(
             q.float(), k.float(), v.float(), tokens=tokens, scores="sum", backend="reference"
         )
-        wrong = float((found.out.float() - expected.out).abs().max()) / ERROR[inputs.dtype]
-        score = float((found.scores - expected.scores).abs().max()) / (10 * queries * SCORE_ERROR)
+        wrong = float((actual.out.float() - expected.out).abs().max()) / ERROR[inputs.dtype]
+        score = float((actual.scores - expected.scores).abs().max()) / (10 * queries * SCORE_ERROR)
         return max(wrong, score), 1.0
 
     return check
@@ -159,11 +158,11 @@ def decode(*, chosen: bool, queries: int = 1) -> Check:
 def scores_of_a_prompt(inputs: Inputs) -> tuple[float, float]:
     """Errors of output and of scores per query that adds to them, in units of the tolerance."""
     q, k, v = inputs.tensors(inputs.length - 60)
-    found = decode_attention(q, k, v, scores="sum", backend="triton")
+    actual = decode_attention(q, k, v, scores="sum", backend="triton")
     expected = decode_attention(q.float(), k.float(), v.float(), scores="sum", backend="reference")
-    wrong = float((found.out.float() - expected.out).abs().max()) / ERROR[inputs.dtype]
+    wrong = float((actual.out.float() - expected.out).abs().max()) / ERROR[inputs.dtype]
     queries = q.shape[2] * HEADS / KV_HEADS
-    score = float((found.scores - expected.scores).abs().max()) / (queries * SCORE_ERROR)
+    score = float((actual.scores - expected.scores).abs().max()) / (queries * SCORE_ERROR)
     return max(wrong, score), 1.0
 
 
@@ -173,11 +172,11 @@ def gradients(inputs: Inputs) -> tuple[float, float]:
     index = dense_index(1, HEADS, inputs.length, inputs.length, q.device)
     out, lse = attend(AttentionCall(q, k, v, index))
     tensors = (q, k, v, out, lse, torch.randn_like(out))
-    found = attention_gradients(*tensors, backend="flash")
+    actual = attention_gradients(*tensors, backend="flash")
     expected = attention_gradients(*(x.float() for x in tensors), backend="reference")
     errors = [
         float((one.float() - right).abs().max() / right.abs().max())
-        for one, right in zip(found, expected, strict=True)
+        for one, right in zip(actual, expected, strict=True)
     ]
     return max(errors), ERROR[inputs.dtype]
 
@@ -194,9 +193,9 @@ CHECKS: dict[str, Check] = {
     "attention, pages of 16, lists": attention(LISTS, page=16),
     "index of a layer": index_of_a_layer,
     "index of a layer, pages": index_in_pages,
-    "decode, all keys": decode(chosen=False),
-    "decode, chosen keys": decode(chosen=True),
-    "decode, 5 queries": decode(chosen=False, queries=5),
+    "decode, all keys": decode(select=False),
+    "decode, selected keys": decode(select=True),
+    "decode, 5 queries": decode(select=False, queries=5),
     "scores of a prompt": scores_of_a_prompt,
     "gradients": gradients,
 }
@@ -204,7 +203,7 @@ CHECKS: dict[str, Check] = {
 REHEARSED = (
     "attention, pages of 16, lists",
     "index of a layer, pages",
-    "decode, chosen keys",
+    "decode, selected keys",
     "scores of a prompt",
 )
 
@@ -228,12 +227,12 @@ def run(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:
 
 def kernel_names() -> set[str]:
     """All Triton kernels of this package."""
-    found = set()
+    names: set[str] = set()
     folder = Path(triton_calls.__file__).parent
     for file in folder.rglob("triton*_kernel*.py"):
         module = importlib.import_module(f"kernels.{file.parent.name}.{file.stem}")
-        found |= {name for name in vars(module) if name.endswith("_kernel")}
-    return found
+        names |= {name for name in vars(module) if name.endswith("_kernel")}
+    return names
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Times one token's decode attention over all and over chosen keys, of right results only.
+"""Time one token's decode attention over all and over selected keys; wrong results are refused.
 
-Shapes: B batch (1 here), H query heads, G KV heads, K key length, C chosen keys, D head dim.
+Shapes: B batch (1 here), H query heads, G KV heads, K key length, C selected keys, D head dim.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class DecodeSpeed:
     """One size: median seconds of a call, and the bytes of the keys and values that it has to read.
 
     Attributes:
+        chosen: selected keys of a KV head.
         sdpa_seconds: torch's attention as models call it.
-        dense_seconds: the fastest way to it in torch.
+        dense_seconds: the fastest of torch's ways to compute it.
     """
 
     chosen: int
@@ -43,11 +44,11 @@ class DecodeSpeed:
 
 
 @torch.no_grad()
-def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
-    """Time dense SDPA, all keys, and `chosen` random keys of each KV head, interleaved.
+def measure_decode(size: Size, *, keys: int, repeats: int) -> DecodeSpeed:
+    """Time dense SDPA, all keys, and `keys` random keys of each KV head, interleaved.
 
-    Every call follows others that read as much: what a model's other layers and weights leave of
-    the processor's caches.
+    Calls read as much as each other, so each one finds the processor's caches as a model's other
+    layers and weights leave them.
 
     Raises:
         HeadwiseError: a result is not that of the fp32 reference.
@@ -68,12 +69,12 @@ def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
         for _ in range(2)
     )
     q, k, v = (x.to(getattr(torch, size.dtype)) for x in (q, k, v))
-    chosen = min(chosen, size.length)
+    keys = min(keys, size.length)
     order = torch.rand(
         shape[:3], generator=generator, device=size.device, dtype=torch.float32
-    ).argsort(-1)[..., :chosen]
+    ).argsort(-1)[..., :keys]
     tokens = order.sort(-1).values.to(torch.int32)
-    for name, rows in (("all keys", None), ("chosen keys", tokens)):
+    for name, rows in (("all keys", None), ("selected keys", tokens)):
         _check(decode_attention(q, k, v, tokens=rows, scores="sum"), q, k, v, rows, name)
     torch_runs = _in_torch(q, k, v)
     seconds = medians(
@@ -91,7 +92,7 @@ def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
     )
     row = 2 * size.kv_heads * size.head_dim * k.element_size()
     return DecodeSpeed(
-        chosen=chosen,
+        chosen=keys,
         sdpa_seconds=seconds["sdpa"],
         dense_seconds=min(seconds[name] for name in torch_runs),
         all_seconds=seconds["all"],
@@ -99,7 +100,7 @@ def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
         chosen_seconds=seconds["chosen"],
         chosen_scores_seconds=seconds["chosen, scores"],
         all_bytes=row * size.length,
-        chosen_bytes=row * chosen,
+        chosen_bytes=row * keys,
     )
 
 
@@ -122,12 +123,12 @@ def _check(
     """Compare the first KV head with the fp32 reference: no speed of a wrong result."""
     group = q.shape[1] // k.shape[1]
     if tokens is None:
-        chosen = None
+        first = None
     else:
-        chosen = tokens[:, :1]
+        first = tokens[:, :1]
     expected, _, mass = decode_attention(
         *(x.float() for x in (q[:, :group], k[:, :1], v[:, :1])),
-        tokens=chosen,
+        tokens=first,
         scores="sum",
         backend="reference",
     )

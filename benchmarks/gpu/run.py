@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/run.py --out build/gpu
 
-Each step runs in a process of its own, so that a crash costs that step alone: the device and its
+Each step runs in a separate process, so that a crash costs that step alone: the device and its
 rates; every kernel once against the reference; the tests marked `core`; a whole default search of
 a 1B shape at 4,096 tokens; attention at 8K to 128K with the published sizes against the fastest of
 torch's dense kernels; decode; prefills of a 1B and an 8B shape. FOLDER/report.json has the
@@ -30,7 +30,7 @@ TESTS = ("-m", "gpu and core", "tests/kernels/test_gpu.py", "tests/kernels/test_
 REHEARSED_TESTS = ("-k", "growth", "tests/kernels/test_growth.py")
 PACKAGES = ("headwise", "torch", "triton", "transformers")
 LENGTHS = (8192, 32_768, 131_072)
-# What a rehearsal's processes run with.
+# Environment of a rehearsal's processes.
 INTERPRETED = {
     "TRITON_INTERPRET": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -69,10 +69,10 @@ def main() -> int:
     report: dict[str, Any] = {"command": sys.argv, "rehearsal": options.rehearse, "steps": {}}
     for step in options.steps:
         print(f"{step} ...", flush=True)
-        report["steps"][step] = apart(step, options)
+        report["steps"][step] = run_step(step, options)
         print(json.dumps(report["steps"][step], indent=1)[:4000], flush=True)
         (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    failed = [step for step, found in report["steps"].items() if "failed" in found]
+    failed = [step for step, result in report["steps"].items() if "failed" in result]
     print(f"wrote {options.out / 'report.json'}")
     if failed:
         print(f"failed: {', '.join(failed)}")
@@ -80,8 +80,8 @@ def main() -> int:
     return 0
 
 
-def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Result of a step that runs in a process of its own, or the reason why it failed."""
+def run_step(step: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a step in a separate process; return its result, or the reason why it failed."""
     path = [str(ROOT)]
     if "PYTHONPATH" in os.environ:
         path.append(os.environ["PYTHONPATH"])
@@ -113,7 +113,7 @@ def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
     (options.out / f"{step}.log").write_text(done.stdout + done.stderr)
     lines = done.stdout.strip().splitlines()
     if step == "tests":
-        last = "pytest said nothing"
+        last = "pytest printed nothing"
         if lines:
             last = lines[-1]
         if done.returncode:
@@ -122,15 +122,15 @@ def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
     if done.returncode:
         errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         return {"failed": errors[-1]}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
 
 
 def measured(
     step: str, device: str, small: bool, lengths: Sequence[int] = LENGTHS
 ) -> dict[str, Any]:
     """The figures of a step, in this process."""
-    # The checkout that this script lies in is what is measured.
+    # Measure the checkout that has this script.
     sys.path.insert(0, str(ROOT))
     import checks
     import speed
@@ -181,10 +181,10 @@ def facts(device: str) -> dict[str, Any]:
     """Device, its capability and memory, and versions."""
     import torch
 
-    found: dict[str, Any] = {"device": "cpu", "python": platform.python_version()}
+    record: dict[str, Any] = {"device": "cpu", "python": platform.python_version()}
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found = {
+        record = {
             "device": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
             "memory": properties.total_memory,
@@ -194,10 +194,10 @@ def facts(device: str) -> dict[str, Any]:
         }
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            record[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            record[name] = None
+    return record
 
 
 if __name__ == "__main__":

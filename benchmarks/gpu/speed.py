@@ -59,13 +59,13 @@ _TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured, and how often.
+    """Sizes of the measurements, and their repeats.
 
     Attributes:
         matrix: rows and columns of the products.
         copied: bytes of a copy.
         heads, kv_heads, head_dim: of a layer's attention.
-        chosen: keys that a token reads in sparse decode.
+        selected: keys that a token reads in sparse decode.
         attention_lengths, decode_lengths, prefill_lengths: in tokens.
         models: shapes by name.
         searched: name of the shape that is searched, and the tokens of a prompt.
@@ -79,7 +79,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     patterns: Sequence[Pattern]
-    chosen: int
+    selected: int
     attention_lengths: Sequence[int]
     decode_lengths: Sequence[int]
     prefill_lengths: Sequence[int]
@@ -113,7 +113,7 @@ def measured_sizes(lengths: Sequence[int]) -> Sizes:
         kv_heads=8,
         head_dim=128,
         patterns=paper_patterns(),
-        chosen=2048,
+        selected=2048,
         attention_lengths=lengths,
         decode_lengths=lengths,
         prefill_lengths=lengths,
@@ -136,7 +136,7 @@ def rehearsed_sizes() -> Sizes:
         kv_heads=1,
         head_dim=64,
         patterns=patterns_for(130, 0.3)[:3],
-        chosen=64,
+        selected=64,
         attention_lengths=(130,),
         decode_lengths=(200,),
         prefill_lengths=(70,),
@@ -182,11 +182,11 @@ def attention(device: str, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def decode(device: str, sizes: Sizes) -> list[dict[str, Any]]:
-    """Time a token over all and over chosen keys, compared with the reference first."""
+    """Time a token over all and over selected keys, compared with the reference first."""
     rows = []
     for length in sizes.decode_lengths:
         size = sizes.layer(length, device)
-        speed = measure_decode(size, chosen=sizes.chosen, repeats=sizes.decode_repeats)
+        speed = measure_decode(size, keys=sizes.selected, repeats=sizes.decode_repeats)
         rows.append({"length": length, **asdict(speed)})
     return rows
 
@@ -210,17 +210,17 @@ def _prefills(
     """Seconds of a shape's prefills at each length; the longest are timed once."""
     config = transformers.LlamaConfig(**shape)
     with torch.device(device):
-        made = transformers.AutoModelForCausalLM.from_config(
+        llama = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, sizes.dtype)
         ).eval()
     rows = []
     for length in sizes.prefill_lengths:
-        headwise = LoadedArtifact(_artifact(made, length))
+        headwise = LoadedArtifact(_artifact(llama, length))
         contexts = {
-            MODEL: lambda: dense(made, MODEL),
-            KERNEL: lambda: dense(made, KERNEL),
+            MODEL: lambda: dense(llama, MODEL),
+            KERNEL: lambda: dense(llama, KERNEL),
             HEADWISE: lambda headwise=headwise: headwise.apply(
-                made, check_weights=False, strict=True
+                llama, check_weights=False, strict=True
             ),
         }
         ids = torch.randint(3, 90, (1, length), device=device)
@@ -228,7 +228,7 @@ def _prefills(
         if length > 65_536:
             repeats = 1
         seconds = interleaved(
-            contexts, lambda ids=ids: prefill(made, ids), repeats=repeats, device=device
+            contexts, lambda ids=ids: prefill(llama, ids), repeats=repeats, device=device
         )
         speedup = of_rounds(seconds, HEADWISE)
         rows.append(
@@ -271,12 +271,12 @@ def _density(config: Any, length: int, device: str, dtype: str) -> float:
     return float(plan.build(q, k).density().mean())
 
 
-def _artifact(made: Any, length: int) -> Artifact:
-    layers = (_of_heads(made.config.num_attention_heads),) * made.config.num_hidden_layers
+def _artifact(llama: Any, length: int) -> Artifact:
+    layers = (_of_heads(llama.config.num_attention_heads),) * llama.config.num_hidden_layers
     # Patterns of an artifact come from a search or from a file.
     imported = Imported(format="minference", file="none.json", sha256="0" * 64)
     return Artifact(
-        model=fingerprint(made, name="8B shape"),
+        model=fingerprint(llama, name="8B shape"),
         search=None,
         patterns=_patterns(length),
         prefill=Prefill(dense_below=64, layers=layers, imported=imported),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
@@ -94,11 +95,12 @@ class FilterSearch(Decoded):
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A choice on some prompts: mean attention mass kept, and summed errors."""
+    """A choice on some prompts: mean attention mass kept, and summed errors, also by task."""
 
     choice: Choice
     kept: float
     error: float
+    tasks: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +197,8 @@ def score(choice: Choice, profile: Profile) -> Score:
     """Mass kept and error of a choice on the prompts of a profile."""
     layers = profile.layers
     error = total(profile.error().sum(-1), layers, choice)
-    return Score(choice=choice, kept=kept(profile.mass(), layers, choice), error=error)
+    tasks = {task: total(profile.error(task).sum(-1), layers, choice) for task in profile.tasks}
+    return Score(choice=choice, kept=kept(profile.mass(), layers, choice), error=error, tasks=tasks)
 
 
 def compare(choice: Choice, profile: Profile, held_out: Profile) -> FilterResult:
@@ -210,24 +213,21 @@ def compare(choice: Choice, profile: Profile, held_out: Profile) -> FilterResult
 
 
 def _record(config: FilterSearch, result: FilterResult) -> None:
-    """Keep each scored choice as a trial."""
-    study = Study(
-        storage=config.storage,
-        name=config.out.stem,
-        space={
-            "choice": ["searched", "evenly spaced"],
-            "prompts": ["chosen on", "held out"],
-        },
-        losses=("error", "missed mass"),
-    )
+    """Add each scored choice to a study: its error by task, and its dense layers' fraction."""
+    space = {"choice": ["searched", "evenly spaced"], "prompts": ["chosen on", "held out"]}
+    tasks = result.held_out.tasks
+    study = Study(config.storage, config.out.stem, space, (*tasks, "density"))
     for choice, prompts, score in (
         ("searched", "chosen on", result.made_by),
         ("searched", "held out", result.held_out),
         ("evenly spaced", "held out", result.even),
     ):
+        density = score.choice.full / len(result.profile.layers)
         study.add(
             {"choice": choice, "prompts": prompts},
-            {"error": score.error, "missed mass": 1 - score.kept},
+            {**score.tasks, "density": density},
+            error=score.error,
+            missed_mass=1 - score.kept,
             filter_layers=list(score.choice.filter_layers),
             dense_layers=list(score.choice.dense_layers),
         )

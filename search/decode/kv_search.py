@@ -147,31 +147,44 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
     search.seen.add(*prompts)
     # Before any work, to refuse a text that is too short to hold prompts out. Two sets: the one
     # that decides does not report.
-    deciding = _held_out(search, config, 0)
-    reporting = _held_out(search, config, 1)
+    sets = {
+        name: _held_out(search, config, at) for at, name in enumerate(("deciding", "reporting"))
+    }
     with search.ledger(config, fresh=config.fresh) as ledger:
         curves = measure(loaded, prompts, ledger=ledger)
         even = even_section(curves, share, config.normalised)
         section, used = by_error(curves, share, config.normalised)
-        decided, evenly_decided = (
-            diverged(loaded, each, deciding, config.forced, ledger) for each in (section, even)
-        )
-        better = beyond_chance(
-            [each.mean_kl for each in decided], [each.mean_kl for each in evenly_decided]
-        )
-        searched, evenly = (
-            Divergence.joined(diverged(loaded, each, reporting, config.forced, ledger))
-            for each in (section, even)
-        )
+        sections = {"searched": (section, used), "even": (even, share)}
+        losses = {
+            (name, budgets): diverged(loaded, each, held_out, config.forced, ledger)
+            for name, held_out in sets.items()
+            for budgets, (each, _) in sections.items()
+        }
+        decided = {
+            budgets: [each.mean_kl for each in losses["deciding", budgets]] for budgets in sections
+        }
+        better = beyond_chance(decided["searched"], decided["even"])
         result = KVResult(
             section=section,
             share=used,
             better=better,
-            searched=searched,
-            even=evenly,
+            searched=Divergence.joined(losses["reporting", "searched"]),
+            even=Divergence.joined(losses["reporting", "even"]),
             curves=curves,
         )
-        _record(config, result, share, decided, evenly_decided)
+        tasks = list(dict.fromkeys(prompt.task for prompt in sets["deciding"]))
+        space = {"share": (0.0, 1.0), "budgets": list(sections)}
+        study = Study(config.storage, config.out.stem, space, (*tasks, "share"))
+        for (name, budgets), measured in losses.items():
+            _, spent = sections[budgets]
+            joined = Divergence.joined(measured)
+            study.add(
+                {"share": spent, "budgets": budgets},
+                {**_by_task(sets[name], measured), "share": spent},
+                prompts=name,
+                kl=joined.mean_kl,
+                perplexity_ratio=joined.perplexity_ratio,
+            )
         arrays = {
             "kv.shares": np.array(curves.shares),
             "kv.error": curves.error,
@@ -184,31 +197,12 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
     return written, result
 
 
-def _record(
-    config: KVSearch,
-    result: KVResult,
-    share: float,
-    decided: Sequence[Divergence],
-    evenly_decided: Sequence[Divergence],
-) -> None:
-    """Keep both ways to spend the total as trials, on the deciding and the reporting prompts."""
-    study = Study(
-        storage=config.storage,
-        name=config.out.stem,
-        space={"share": (0.0, 1.0), "budgets": ["searched", "even"]},
-        losses=("KL", "perplexity ratio"),
-    )
-    for budgets, prompts, score in (
-        ("searched", "deciding", Divergence.joined(decided)),
-        ("even", "deciding", Divergence.joined(evenly_decided)),
-        ("searched", "reporting", result.searched),
-        ("even", "reporting", result.even),
-    ):
-        study.add(
-            {"share": result.share if budgets == "searched" else share, "budgets": budgets},
-            {"KL": score.mean_kl, "perplexity ratio": score.perplexity_ratio},
-            prompts=prompts,
-        )
+def _by_task(prompts: Sequence[Prompt], losses: Sequence[Divergence]) -> dict[str, float]:
+    """Mean KL of the prompts of each task, nats a token."""
+    tasks: dict[str, list[float]] = {}
+    for prompt, loss in zip(prompts, losses, strict=True):
+        tasks.setdefault(prompt.task, []).append(loss.mean_kl)
+    return {task: float(np.mean(each)) for task, each in tasks.items()}
 
 
 def _held_out(search: SectionSearch, config: KVSearch, number: int) -> list[Prompt]:
@@ -235,7 +229,7 @@ def by_error(curves: BudgetCurves, share: float, normalised: bool = True) -> tup
             f"--target-share must be at least the smallest measured budget, {sizes[0]:.4f}, "
             f"got {share:.4f}"
         )
-    at = spend(costs, sizes, share * len(costs)).entries
+    at, _ = spend(costs, sizes, share * len(costs))
     names = [_name(sizes[entry]) for entry in at]
     policies: dict[str, Policy] = {
         _name(size): _policy(size, normalised) for size in sizes if _name(size) in names

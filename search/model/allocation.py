@@ -67,7 +67,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Heads:
+class CostCurves:
     """Curves and costs of all heads of a model, by dense tail.
 
     Attributes:
@@ -81,7 +81,7 @@ class Heads:
     unit: CostUnit
 
     @classmethod
-    def of(cls, curves: Mapping[int, Curves], costs: Costs, grid: Sequence[Pattern]) -> Heads:
+    def of(cls, curves: Mapping[int, Curves], costs: Costs, grid: Sequence[Pattern]) -> CostCurves:
         """Curves with the costs of their candidates."""
         return cls(
             curves=curves,
@@ -147,21 +147,22 @@ class Heads:
         layers = np.flatnonzero(self.searched)
         loss = curves.loss(prompt_weights)[layers]
         own = costs[layers]
-        spent = spend(loss.reshape(-1, loss.shape[-1]), own.reshape(-1, loss.shape[-1]), total)
-        entries = np.array(spent.entries).reshape(loss.shape[:2])
+        by_head = (-1, loss.shape[-1])
+        entries, price = spend(loss.reshape(by_head), own.reshape(by_head), total)
+        indices = np.array(entries).reshape(loss.shape[:2])
         candidates = np.full(costs.shape[:2], -1, dtype=np.int64)
-        candidates[layers] = entries
+        candidates[layers] = indices
         return Allocation(
             candidates=candidates,
             tail=tail,
-            cost=float(np.take_along_axis(own, entries[..., None], axis=-1).sum()),
-            price=spent.price,
+            cost=float(np.take_along_axis(own, indices[..., None], axis=-1).sum()),
+            price=price,
             prompt_weights=dict(prompt_weights or dict.fromkeys(curves.losses(), 1.0)),
         )
 
 
 def spendable(
-    heads: Heads, share: float, *, is_explicit: bool, length: int
+    heads: CostCurves, share: float, *, is_explicit: bool, length: int
 ) -> tuple[float, str | None]:
     """The total that may be spent, and the reason if it exceeds the budget.
 

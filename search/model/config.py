@@ -26,12 +26,10 @@ from artifacts.cli.options import ADVANCED, Arg, CommandConfig, bytes_of
 from artifacts.schema.search import CostUnit
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
+from search.paper_config import PAPER_BUDGET, PAPER_LENGTH
 from search.study import STORAGE_HELP
 
 DEFAULT_BUDGET = 0.25
-# Of --preset paper.
-PAPER_LENGTH = 30_000
-PAPER_BUDGET = "a_shape:1024,4096"
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask
 # elsewhere than at the end of a prompt, so they see no gain in a tail, and users' prompts end
 # with a question more often than not: without a tail SmolLM2 lost 5 of 6 pass keys at 4,096 tokens,
@@ -59,7 +57,7 @@ class ModelSearch(CommandConfig):
         storage: of an Optuna study of all that is measured, any URL that it takes; None keeps none.
         max_memory: bytes of weights that stay on the device, None all; the other layers come in
             one at a time.
-        preset: paper asks for the search of HeadSearch, with the options that it has.
+        preset: paper asks for the search of PaperSearch, with the options that it has.
     """
 
     shares_work: ClassVar[bool] = True

@@ -100,7 +100,7 @@ class Costs:
     def all_keys(self) -> float:
         """The cost of a head that computes everything through the same kernel."""
         if self.table is None:
-            return _causal_tiles(self.length) * self._flops_per_tile
+            return causal_tiles(self.length) * self._flops_per_tile
         return self._all_keys * self.scale + self.overhead
 
     @property
@@ -110,7 +110,7 @@ class Costs:
         x, y = self.table.line(
             "dense", length=self.length, head_dim=self.head_dim, dtype=self.dtype
         )
-        return float(_interpolate(np.array([float(_causal_tiles(self.length))]), x, y)[0])
+        return float(_interpolate(np.array([float(causal_tiles(self.length))]), x, y)[0])
 
     @property
     def _flops_per_tile(self) -> float:
@@ -119,10 +119,11 @@ class Costs:
     def _estimate(self, pattern: Pattern) -> float:
         """Seconds of an estimate that reads more queries than the table's patterns do."""
         rows = (getattr(pattern, "last_q", LAST_Q) - LAST_Q) / TILE
-        return max(rows, 0.0) * num_tiles(self.length) * self._all_keys / _causal_tiles(self.length)
+        return max(rows, 0.0) * num_tiles(self.length) * self._all_keys / causal_tiles(self.length)
 
 
-def _causal_tiles(length: int) -> int:
+def causal_tiles(length: int) -> int:
+    """Tiles of dense causal attention."""
     rows = num_rows(length, length)
     return rows * (rows + 1) // 2
 

@@ -6,42 +6,47 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
-from artifacts import Evidence, Measurement, PromptSet
+from artifacts import Evidence, Measurement, PromptSet, TaskFigures
 from profiling.environment import environment
 from profiling.quality.sequences import TokenSequence
-from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
+from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, MODEL
 from profiling.speed.layer_times import ANCHOR, MOVED, SDPA
-from search.model.acceptance import Accepted
-from search.model.costs import Costs
-from search.model.search_run import SearchRun
-from search.model.speed import CHOSEN, Speed, pace
-from search.model.task_losses import pooled, verdict
+from search.model.losses import verdict
+from search.model.run import CHOSEN, SearchRun
+from search.model.speed import clock_drift, longest_sdpa
 
 # Names of sets of prompts.
 HELD_OUT = "held-out"
 CHOSE = "by which the budget was raised"
 
 
-def evidence(
-    run: SearchRun, accepted: Accepted, costs: Costs, speed: Speed | None, *, command: str
-) -> Evidence:
-    """The evidence of an accepted allocation; without a speed that of tasks alone."""
-    tasks = accepted.measured.tasks
+def evidence(run: SearchRun, *, command: str) -> Evidence:
+    """The evidence of the accepted allocation; without timings that of tasks alone."""
     chosen_on = None
-    if accepted.chosen_on:
-        chosen_on = prompt_set(CHOSE, accepted.chosen_on)
+    if run.chosen_on:
+        chosen_on = prompt_set(CHOSE, run.chosen_on)
     measurements: tuple[Measurement, ...] = ()
-    if speed is not None:
-        measurements = tuple(_measurements(run, accepted, costs, speed, command))
+    if run.attention:
+        measurements = tuple(_measurements(run, command))
     return Evidence(
-        verdict=verdict(tasks),
+        verdict=verdict(run.tasks),
         chosen_on=chosen_on,
-        reported_on=prompt_set(HELD_OUT if accepted.held_out else CHOSE, accepted.reported_on),
-        tasks=tuple(task.figures(run.length) for task in (*tasks, *pooled(tasks))),
+        reported_on=prompt_set(HELD_OUT if run.held_out else CHOSE, run.reported_on),
+        tasks=validated(run.tasks),
         measurements=measurements,
     )
+
+
+def validated(tasks: Sequence[TaskFigures]) -> tuple[TaskFigures, ...]:
+    """Figures as an artifact takes them.
+
+    Raises:
+        ValidationError: one of them is not a number, or does not go with the others.
+    """
+    return tuple(TaskFigures(**task.model_dump()) for task in tasks)
 
 
 def prompt_set(name: str, sequences: Sequence[TokenSequence]) -> PromptSet:
@@ -50,9 +55,7 @@ def prompt_set(name: str, sequences: Sequence[TokenSequence]) -> PromptSet:
     return PromptSet(name=name, prompts=len(sequences), sha256=hashlib.sha256(content).hexdigest())
 
 
-def _measurements(
-    run: SearchRun, accepted: Accepted, costs: Costs, speed: Speed, command: str
-) -> Iterator[Measurement]:
+def _measurements(run: SearchRun, command: str) -> Iterator[Measurement]:
     """Times against dense attention, and of attention against the prediction."""
     versions = environment(run.device)
     shared: dict[str, Any] = {
@@ -62,26 +65,28 @@ def _measurements(
         "length": run.length,
         "unit": "s",
     }
-    first_token = speed.first_token
+    first_token = run.first_token
     if first_token is not None:
+        baseline = first_token.fastest
         yield Measurement(
             name="seconds to the first token",
-            value=first_token.headwise,
-            baseline=first_token.dense,
-            baseline_name=EVIDENCE[first_token.baseline],
-            samples=first_token.speedup.rounds,
+            value=median(run.prefills[HEADWISE]),
+            baseline=median(run.prefills[baseline]),
+            baseline_name=EVIDENCE[baseline],
+            samples=first_token.rounds,
             **shared,
         )
     shared |= {"name": "attention of one prefill, index build included", "samples": 1}
-    seconds = speed.longest.seconds
+    seconds = run.longest.seconds
     yield Measurement(
         value=seconds[CHOSEN],
         baseline=seconds[ANCHOR],
         baseline_name=EVIDENCE[KERNEL],
         **shared,
     )
-    if speed.by_sdpa is not None:
-        tokens, timings = speed.by_sdpa
+    sdpa = longest_sdpa(run.attention)
+    if sdpa is not None:
+        tokens, timings = sdpa
         yield Measurement(
             value=timings.seconds[CHOSEN],
             baseline=timings.seconds[SDPA],
@@ -89,7 +94,7 @@ def _measurements(
             **{**shared, "length": tokens},
         )
     # The machine may be faster or slower than when candidates were timed: the anchor shows it.
-    now = pace(run, costs, speed.longest)
+    now = clock_drift(run)
     if abs(now - 1) > MOVED:
         print(
             f"dense attention takes {now:.2f} times as long as when candidates were timed: other "
@@ -97,7 +102,7 @@ def _measurements(
             "again",
             file=sys.stderr,
         )
-    predicted = accepted.measured.allocation.cost * now
+    predicted = run.allocation.cost * now
     yield Measurement(
         value=seconds[CHOSEN], baseline=predicted, baseline_name="predicted", **shared
     )

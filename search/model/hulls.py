@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,22 +16,9 @@ from artifacts import HeadwiseError
 _ROUNDING = 1e-12
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spent:
-    """Entries that a total buys, one for each part, and their price.
-
-    Attributes:
-        price: loss that a unit of cost has to save to be spent, the slope of the first step that
-            did not fit. At this price each part's best entry is the one it got, or, where a later
-            and flatter step still fitted, one that costs less. 0 where every part has its best
-            entry.
-    """
-
-    entries: list[int]
-    price: float
-
-
-def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float) -> Spent:
+def spend(
+    losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float
+) -> tuple[list[int], float]:
     """Choose an entry for each part: costs sum to at most `total`, and losses to the least.
 
     Up to the first step that does not fit, the choice is the best at its cost. Flatter steps
@@ -43,6 +29,12 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
             taken.
         costs: (entries,) or, where parts differ, (parts, entries).
         total: what all parts may cost together.
+
+    Returns:
+        The entry of each part, and their price, the Lagrange multiplier: loss that a unit of cost
+        has to save to be spent, the slope of the first step that did not fit. At this price each
+        part's best entry is the one it got, or, where a later and flatter step still fitted, one
+        that costs less. 0 where every part has its best entry.
 
     Raises:
         HeadwiseError: not even the cheapest entries fit.
@@ -77,7 +69,7 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
             push(part)
         elif not price:
             price = -steepness
-    return Spent(entries=[line[step] for line, step in zip(hulls, at, strict=True)], price=price)
+    return [line[step] for line, step in zip(hulls, at, strict=True)], price
 
 
 def hull(costs: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> list[int]:

@@ -10,7 +10,7 @@ from pydantic import Field
 from artifacts.cli.options import SHARE, Arg, CommandConfig
 
 if TYPE_CHECKING:
-    from search.model.task_losses import TaskLoss
+    from artifacts import TaskFigures
 
 MAX_KL = 0.05
 MAX_PERPLEXITY = 0.03
@@ -47,30 +47,32 @@ class Limits(CommandConfig):
         SHARE,
     ] = MAX_LOST
 
-    def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
-        """The worst loss beyond a limit, in words; None where there is none."""
+    def violation(self, tasks: Sequence[TaskFigures]) -> str | None:
+        """The worst loss beyond a limit, in words; None where there is none.
+
+        Args:
+            tasks: figures of each task, and of all answers together.
+        """
         # `not <=` so that NaN fails.
         faults = [(times, text) for times, text in self._measured(tasks) if not times <= 1]
         if not faults:
             return None
         return max(faults)[1]
 
-    def strain(self, tasks: Sequence[TaskLoss]) -> float:
+    def worst_ratio(self, tasks: Sequence[TaskFigures]) -> float:
         """The largest loss in multiples of its limit; 0 without limits."""
         return max([times for times, _ in self._measured(tasks)], default=0.0)
 
-    def _measured(self, tasks: Sequence[TaskLoss]) -> list[tuple[float, str]]:
+    def _measured(self, tasks: Sequence[TaskFigures]) -> list[tuple[float, str]]:
         """(multiple of its limit, in words) of all losses that are beyond chance."""
-        from search.model.task_losses import pooled
-
         measured = []
-        for task in (*tasks, *pooled(tasks)):
+        for task in tasks:
             for times, beyond_chance, text in self._of(task):
                 if beyond_chance:
                     measured.append((times, f"{task.task}: {text}"))
         return measured
 
-    def _of(self, task: TaskLoss) -> list[tuple[float, bool, str]]:
+    def _of(self, task: TaskFigures) -> list[tuple[float, bool, str]]:
         """(multiple of its limit, True if its interval is above 0, in words) of a task's losses."""
         losses = []
         if self.max_kl is not None:
@@ -94,7 +96,7 @@ class Limits(CommandConfig):
             )
             losses.append((task.nll_rise / self.max_nll, not task.nll_rise_low <= 0, text))
         # Near a tie answers turn both ways, so answers won offset answers lost.
-        if self.max_lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
+        if self.max_lost is not None and task.fewer_low is not None and task.net_lost > 1:
             text = (
                 f"accuracy falls from {task.dense_accuracy:.2f} to {task.accuracy:.2f} of "
                 f"{task.answers} questions, {task.fewer:.0%} fewer right answers "

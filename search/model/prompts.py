@@ -20,7 +20,7 @@ from profiling.prompts.prompt import (
 )
 from search.model.acceptance import ROUNDS
 from search.model.config import ModelSearch
-from search.model.task_losses import CONTEXTS
+from search.model.losses import CONTEXTS
 
 # The longest default length: beyond it a search takes long.
 _LONGEST = 8192

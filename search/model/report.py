@@ -2,143 +2,146 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from artifacts import Artifact
 from profiling.environment import device_name
-from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, rows, sentence, speedup
+from profiling.speed.baselines import (
+    HEADWISE,
+    KERNEL,
+    MODEL,
+    Speedup,
+    of_rounds,
+    rows,
+    sentence,
+    speedup,
+)
 from profiling.speed.layer_times import ANCHOR, SDPA
-from search.model.acceptance import Accepted
 from search.model.config import ModelSearch
-from search.model.record import Outcome, Recorded
-from search.model.speed import CHOSEN, FirstToken, Speed, pace
-from search.model.task_losses import line, pooled, remedy, summary, verdict
+from search.model.losses import advice, format_row, summary, verdict
+from search.model.run import CHOSEN, SearchRun
+from search.model.speed import clock_drift, longest_sdpa
+from search.paper_config import PaperSearch
 
 # Factor by which a longer prompt is advised where one is too short to gain.
 _LONGER = 4
 
 
-def report(config: ModelSearch, recorded: Recorded) -> str:
+def report(config: ModelSearch, run: SearchRun) -> str:
     """The report of a search with one budget for the model."""
-    outcome = recorded.outcome
-    artifact = recorded.artifact
-    lines = [*_patterns(artifact), *_losses(outcome.accepted)]
-    if recorded.speed is not None:
-        lines += _seconds(config, outcome, recorded.speed)
+    artifact = run.artifact
+    lines = [*_patterns(artifact), *_losses(run)]
+    if run.attention:
+        lines += _seconds(run)
     front = artifact.prefill.front
     if front is not None:
         lines.append(
             f"{len(front.points)} points to choose from when it is loaded: {front.offers()}"
         )
-    lines += ["", headline(config, recorded), _budget(recorded)]
-    if recorded.written:
+    lines += ["", headline(config, run), _budget(run)]
+    if run.written:
         lines += [_wrote(artifact, config.out), _next(config.out, config.model)]
     else:
         lines.append(f"{config.out} was not written: --keep writes it all the same")
     return "\n".join(lines)
 
 
-def report_published(artifact: Artifact, out: Path, model: str) -> str:
-    """The report of a search with a budget for each head, which measures nothing end to end.
-
-    Args:
-        artifact: the written one.
-        out: where.
-        model: its name on the command line.
-    """
+def report_paper(config: PaperSearch, run: SearchRun) -> str:
+    """The report of a search with a budget for each head, which measures nothing end to end."""
+    artifact = run.artifact
     search = artifact.search
     assert search is not None, "a search has just written it"
     proof = (
         "not proven: nothing was run on held-out prompts, and nothing was timed; headwise gate and "
         "evaluate do that"
     )
-    return "\n".join(
-        [*_patterns(artifact), "", proof, search.spending, _wrote(artifact, out), _next(out, model)]
-    )
+    lines = [*_patterns(artifact), "", proof, search.spending]
+    return "\n".join([*lines, _wrote(artifact, config.out), _next(config.out, config.model)])
 
 
-def headline(config: ModelSearch, recorded: Recorded) -> str:
+def headline(config: ModelSearch, run: SearchRun) -> str:
     """The verdict in one line: seconds to the first token, attention alone, answers."""
-    outcome = recorded.outcome
-    length = outcome.run.length
-    if not recorded.is_worth_serving:
+    if not run.is_worth_serving:
         return (
-            f"not worth serving at {length:,} tokens: {_too_little(recorded)}; "
-            f"{_advice(config, outcome)}"
+            f"not worth serving at {run.length:,} tokens: {_too_little(run)}; "
+            f"{_advice(config, run)}"
         )
-    gain = _gain(recorded, length)
-    if not recorded.is_proven_faster:
+    gain = _gain(run)
+    if not run.is_proven_faster:
         gain = (
             f"not proven faster: {gain}; on a quiet machine headwise evaluate {config.out} --model "
             f"{config.model} --speed-only times it again"
         )
-    tasks = outcome.accepted.measured.tasks
-    proof = verdict(tasks)
+    proof = verdict(run.tasks)
     if proof.proven:
-        return f"{gain}; {summary(tasks)}"
-    return f"{gain}; not proven: {proof.why}; {remedy(tasks, config.samples)}"
+        return f"{gain}; {summary(run.tasks)}"
+    return f"{gain}; not proven: {proof.why}; {advice(run.tasks, config.samples)}"
 
 
-def _gain(recorded: Recorded, length: int) -> str:
+def _gain(run: SearchRun) -> str:
     """The gain of an artifact that gains enough."""
-    speed = recorded.speed
-    gain = recorded.gain
-    if speed is None:
+    if not run.attention:
         return (
-            f"{1 / gain:.2f} of dense attention's FLOPs at {length:,} tokens ({gain:.2f}x fewer), "
-            "counted and not timed"
+            f"{1 / run.gain:.2f} of dense attention's FLOPs at {run.length:,} tokens "
+            f"({run.gain:.2f}x fewer), counted and not timed"
         )
-    whole = speed.first_token
-    if whole is None:
+    if run.first_token is None:
         return (
-            f"attention alone {gain:.2f}x the fastest dense attention's speed at {length:,} tokens"
+            f"attention alone {run.gain:.2f}x the fastest dense attention's speed at "
+            f"{run.length:,} tokens"
         )
+    dense, ours = first_token_seconds(run.prefills)
     return (
-        f"{_of(whole.dense)} -> {_of(whole.headwise)} s to the first token at {length:,} tokens "
-        f"({whole.ratio:.2f}x the fastest dense attention's, {_interval(whole)}); attention alone "
-        f"{gain:.2f}x"
+        f"{_of(dense)} -> {_of(ours)} s to the first token at {run.length:,} tokens "
+        f"({dense / ours:.2f}x the fastest dense attention's, {interval(run.first_token)}); "
+        f"attention alone {run.gain:.2f}x"
     )
 
 
-def _too_little(recorded: Recorded) -> str:
+def _too_little(run: SearchRun) -> str:
     """The gain of an artifact that gains too little."""
-    speed = recorded.speed
-    if speed is None:
-        return f"{recorded.gain:.2f}x fewer FLOPs of attention, counted and not timed"
-    whole = speed.first_token
-    if whole is not None and whole.ratio < 1:
-        return (
-            f"{whole.ratio:.2f}x to the first token ({_interval(whole)}), attention alone "
-            f"{recorded.gain:.2f}x"
-        )
-    return f"{recorded.gain:.2f}x"
+    if not run.attention:
+        return f"{run.gain:.2f}x fewer FLOPs of attention, counted and not timed"
+    if run.first_token is not None:
+        dense, ours = first_token_seconds(run.prefills)
+        if dense < ours:
+            return (
+                f"{dense / ours:.2f}x to the first token ({interval(run.first_token)}), attention "
+                f"alone {run.gain:.2f}x"
+            )
+    return f"{run.gain:.2f}x"
 
 
-def _interval(whole: FirstToken) -> str:
+def first_token_seconds(prefills: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+    """Median seconds of whole prefills by the dense baseline and by Headwise."""
+    return median(prefills[of_rounds(prefills, HEADWISE).fastest]), median(prefills[HEADWISE])
+
+
+def interval(speedup: Speedup) -> str:
     """The interval of the speed-up of whole prefills, and the number of rounds."""
-    low, high = whole.interval
-    return f"{low:.2f} to {high:.2f} in {whole.speedup.rounds} rounds"
+    low, high = speedup.bounds[speedup.fastest]
+    return f"{low:.2f} to {high:.2f} in {speedup.rounds} rounds"
 
 
-def _advice(config: ModelSearch, outcome: Outcome) -> str:
+def _advice(config: ModelSearch, run: SearchRun) -> str:
     """Advice for a gain: a smaller budget or a longer prompt."""
-    length = outcome.run.length
-    positions = outcome.run.model.max_positions
-    if config.budget is not None and outcome.raise_reason is None:
+    positions = run.model.max_positions
+    if config.budget is not None and run.raise_reason is None:
         return "try a smaller --budget"
-    if length < positions:
-        return f"try --length {min(_LONGER * length, positions)}"
+    if run.length < positions:
+        return f"try --length {min(_LONGER * run.length, positions)}"
     return "the model takes no longer prompts"
 
 
-def _budget(recorded: Recorded) -> str:
+def _budget(run: SearchRun) -> str:
     """The budget asked for and spent, with the reason where it was raised."""
-    search = recorded.artifact.search
+    search = run.artifact.search
     assert search is not None, "a search has just made it"
-    reason = recorded.outcome.raise_reason
-    if reason is None:
+    if run.raise_reason is None:
         return search.spending
-    return f"{search.spending}: {reason}"
+    return f"{search.spending}: {run.raise_reason}"
 
 
 def _patterns(artifact: Artifact) -> list[str]:
@@ -174,42 +177,43 @@ def _patterns(artifact: Artifact) -> list[str]:
     ]
 
 
-def _losses(accepted: Accepted) -> list[str]:
+def _losses(run: SearchRun) -> list[str]:
     """Losses of each task of the held-out prompts against dense attention."""
-    if not accepted.held_out:
+    if not run.held_out:
         which = "prompts by which the budget was raised, none are left to hold out,"
-    elif accepted.chosen_on:
+    elif run.chosen_on:
         which = "held-out prompts (others raised the budget)"
     else:
         which = "held-out prompts"
-    tasks = accepted.measured.tasks
     return [
         f"{which} against dense attention:",
-        *(f"  {line(task)}" for task in (*tasks, *pooled(tasks))),
+        *(f"  {format_row(task)}" for task in run.tasks),
     ]
 
 
-def _seconds(config: ModelSearch, outcome: Outcome, speed: Speed) -> list[str]:
+def _seconds(run: SearchRun) -> list[str]:
     """Seconds to the first token, then those of attention alone, each against dense attention."""
-    seconds = speed.longest.seconds
-    lines = [f"on {device_name(outcome.run.device)} at {outcome.run.length:,} tokens"]
-    whole = speed.first_token
-    if whole is not None:
-        lines.append(f"to the first token, median of {whole.speedup.rounds} interleaved rounds:")
-        lines += rows({whole.baseline: whole.dense, HEADWISE: whole.headwise})
-    baselines = {MODEL: SDPA, KERNEL: ANCHOR}
-    dense = {name: seconds[timed] for name, timed in baselines.items() if timed in seconds}
-    compared = speedup([seconds[CHOSEN]], {name: [taken] for name, taken in dense.items()})
+    seconds = run.longest.seconds
+    lines = [f"on {device_name(run.device)} at {run.length:,} tokens"]
+    first_token = run.first_token
+    if first_token is not None:
+        dense, ours = first_token_seconds(run.prefills)
+        lines.append(f"to the first token, median of {first_token.rounds} interleaved rounds:")
+        lines += rows({first_token.fastest: dense, HEADWISE: ours})
+    timed = {MODEL: SDPA, KERNEL: ANCHOR}
+    baselines = {name: seconds[key] for name, key in timed.items() if key in seconds}
+    compared = speedup([seconds[CHOSEN]], {name: [taken] for name, taken in baselines.items()})
     lines.append(f"attention alone: {sentence(compared)}")
-    lines += rows({**dense, HEADWISE: seconds[CHOSEN]})
-    predicted = outcome.allocation.cost * pace(outcome.run, outcome.costs, speed.longest)
+    lines += rows({**baselines, HEADWISE: seconds[CHOSEN]})
+    predicted = run.allocation.cost * clock_drift(run)
     lines[-1] += f"  (predicted {predicted:.3f} s, {predicted / seconds[CHOSEN] - 1:+.0%})"
-    if SDPA not in seconds and speed.by_sdpa is not None:
-        tokens, timings = speed.by_sdpa
+    sdpa = longest_sdpa(run.attention)
+    if SDPA not in seconds and sdpa is not None:
+        tokens, timings = sdpa
         slower = timings.seconds[SDPA] / timings.seconds[ANCHOR]
         lines.append(
             f"  default attention (sdpa): {slower:.2f} times as long as Headwise's dense kernel at "
-            f"{tokens:,} tokens, not timed at {outcome.run.length:,}"
+            f"{tokens:,} tokens, not timed at {run.length:,}"
         )
     return lines
 

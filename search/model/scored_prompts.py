@@ -26,8 +26,8 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.quality.sequences import Reference, TokenSequence
 from search.model.curves import Curves
+from search.model.run import SearchRun
 from search.model.scoring import Scores, score_layer
-from search.model.search_run import SearchRun
 
 _SUMS = tuple(field.name for field in fields(Scores))
 

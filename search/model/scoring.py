@@ -109,7 +109,7 @@ def score_layer(
     step = max(1, _HEADS // heads)
     for at in range(0, len(sparse), step):
         columns = sparse[at : at + step]
-        joined = _Joined([indices[c] for c in columns])
+        joined = _StackedIndices([indices[c] for c in columns])
         for row, weight in drawn:
             span = _span(row, length)
             scores = None
@@ -178,7 +178,7 @@ def estimate_of(pattern: Pattern) -> tuple[str, int]:
     return pattern.kind, getattr(pattern, "last_q", 0)
 
 
-class _Joined:
+class _StackedIndices:
     """Many indices of the same heads as heads of one index: head by head, index by index."""
 
     def __init__(self, indices: Sequence[SparseIndex]) -> None:
@@ -223,7 +223,7 @@ def _span(row: int, length: int) -> slice:
 
 def _row(
     inputs: LayerInputs,
-    joined: _Joined,
+    joined: _StackedIndices,
     row: int,
     dense: Tensor,
     dense_lse: Tensor,

@@ -8,10 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,23 +19,12 @@ from kernels.index import TILE
 from profiling.environment import environment
 from profiling.ledger import Unit
 from profiling.progress import phase
-from profiling.speed.baselines import (
-    HEADWISE,
-    KERNEL,
-    LEAST,
-    MODEL,
-    Speedup,
-    dense,
-    of_rounds,
-)
+from profiling.speed.baselines import HEADWISE, KERNEL, LEAST, MODEL, dense
 from profiling.speed.latency import interleaved, prefill
 from profiling.speed.layer_times import ANCHOR, SDPA, Timed, Timings, all_threads, time_layers
 from runtime import LoadedArtifact
-from search.model.acceptance import Accepted
-from search.model.costs import Costs
-from search.model.search_run import SearchRun
+from search.model.run import CHOSEN, SearchRun
 
-CHOSEN = "chosen"
 # Fractions of the prompt at which attention is timed as well, the layers, and the fewest tokens.
 _SHARES = (1 / 2, 1 / 4, 1 / 8)
 _LAYERS = 6
@@ -49,88 +36,15 @@ _MOST = LEAST
 _SHARE = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstToken:
-    """Seconds from a prompt to its first token, in interleaved rounds.
+def time_attention(run: SearchRun) -> dict[int, Timings]:
+    """Time attention by the accepted allocation and densely, on the whole prompt and shorter.
 
-    Attributes:
-        baseline: the fastest dense baseline, MODEL or KERNEL of profiling.speed.baselines.
-        seconds: of each round, of the baseline and of HEADWISE.
+    Returns:
+        Seconds by tokens.
     """
-
-    baseline: str
-    seconds: Mapping[str, Sequence[float]]
-
-    @property
-    def dense(self) -> float:
-        """Median seconds of the baseline."""
-        return median(self.seconds[self.baseline])
-
-    @property
-    def headwise(self) -> float:
-        """Median seconds with the artifact."""
-        return median(self.seconds[HEADWISE])
-
-    @property
-    def speedup(self) -> Speedup:
-        """Speed-up over the baseline, of the ratios within rounds."""
-        return of_rounds(self.seconds, HEADWISE)
-
-    @property
-    def ratio(self) -> float:
-        """Baseline's median seconds over Headwise's, so that it agrees with both."""
-        return self.dense / self.headwise
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Bounds of the ratio; of fewer than six rounds the least and the most."""
-        return self.speedup.bounds[self.baseline]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Speed against dense attention.
-
-    Attributes:
-        attention: of attention alone, by tokens.
-        first_token: of a whole prefill of the longest; None where none was timed.
-    """
-
-    attention: Mapping[int, Timings]
-    first_token: FirstToken | None = None
-
-    @property
-    def longest(self) -> Timings:
-        """Attention over the whole prompt."""
-        return self.attention[max(self.attention)]
-
-    @property
-    def by_sdpa(self) -> tuple[int, Timings] | None:
-        """The most tokens at which sdpa was timed, with the times; None where it was not."""
-        timed = [item for item in self.attention.items() if SDPA in item[1].seconds]
-        return max(timed, key=lambda item: item[0], default=None)
-
-    @property
-    def gain(self) -> float:
-        """Speed-up of attention over the fastest dense baseline, on the whole prompt."""
-        return self.longest.ratio(CHOSEN)
-
-    @property
-    def dense_below(self) -> int:
-        """The fewest tokens of a prompt that gains.
-
-        That is the shortest of those that were timed, going down as long as they gain; where the
-        longest does not, it is one token more."""
-        ordered = sorted(self.attention, reverse=True)
-        faster = takewhile(lambda tokens: self.attention[tokens].ratio(CHOSEN) > 1, ordered)
-        return min(faster, default=ordered[0] + 1)
-
-
-def time_attention(run: SearchRun, accepted: Accepted) -> Speed:
-    """Time attention by the accepted allocation and densely, on the whole prompt and shorter."""
-    sequence = accepted.reported_on[0]
+    sequence = run.reported_on[0]
     tokens = sequence.context
-    plans = {CHOSEN: run.plans(accepted.measured.allocation)}
+    plans = {CHOSEN: run.plans(run.allocation)}
     shorter = {round(tokens * share) // TILE * TILE for share in _SHARES}
     timed = [Timed(tokens=tokens, plans=plans, sdpa=True)]
     for length in sorted(shorter, reverse=True):
@@ -145,24 +59,42 @@ def time_attention(run: SearchRun, accepted: Accepted) -> Speed:
             shown.update()
         return [{"seconds": dict(each.seconds), "layers": list(each.layers)} for each in timings]
 
-    unit = _unit(run, accepted, "times of attention", {"lengths": [each.tokens for each in timed]})
+    unit = _unit(run, "times of attention", {"lengths": [each.tokens for each in timed]})
     timing = run.ledger.once(unit, measure)
     timings = [Timings(seconds=each["seconds"], layers=tuple(each["layers"])) for each in timing]
-    attention = {each.tokens: times for each, times in zip(timed, timings, strict=True)}
-    return Speed(attention=attention)
+    return {each.tokens: times for each, times in zip(timed, timings, strict=True)}
 
 
-def time_first_token(
-    run: SearchRun, accepted: Accepted, artifact: Artifact, speed: Speed
-) -> FirstToken | None:
+def shortest_gain(attention: Mapping[int, Timings]) -> int:
+    """The fewest tokens of a prompt that gains.
+
+    That is the shortest of those that were timed, going down as long as they gain; where the
+    longest does not, it is one token more."""
+    ordered = sorted(attention, reverse=True)
+    faster = takewhile(lambda tokens: attention[tokens].ratio(CHOSEN) > 1, ordered)
+    return min(faster, default=ordered[0] + 1)
+
+
+def longest_sdpa(attention: Mapping[int, Timings]) -> tuple[int, Timings] | None:
+    """The most tokens at which sdpa was timed, with the times; None where it was not."""
+    timed = [tokens for tokens, timings in attention.items() if SDPA in timings.seconds]
+    if not timed:
+        return None
+    return max(timed), attention[max(timed)]
+
+
+def time_prefills(run: SearchRun, artifact: Artifact) -> dict[str, Sequence[float]]:
     """Time whole prefills by the runtime: the artifact and the fastest dense baseline.
 
-    None where the artifact would serve the prompt densely."""
-    sequence = accepted.reported_on[0]
+    Returns:
+        Seconds of each round by name, of the baseline and HEADWISE; nothing where the artifact
+        would serve the prompt densely.
+    """
+    sequence = run.reported_on[0]
     if artifact.prefill.dense_below > sequence.context:
-        return None
+        return {}
     model = run.loaded.model
-    seconds = speed.longest.seconds
+    seconds = run.longest.seconds
     if seconds[ANCHOR] <= seconds.get(SDPA, seconds[ANCHOR]):
         baseline = KERNEL
     else:
@@ -192,8 +124,7 @@ def time_first_token(
         return taken
 
     depends = {"baseline": baseline, "dense below": artifact.prefill.dense_below}
-    taken = run.ledger.once(_unit(run, accepted, "times of whole prefills", depends), measure)
-    return FirstToken(baseline=baseline, seconds=taken)
+    return dict(run.ledger.once(_unit(run, "times of whole prefills", depends), measure))
 
 
 def another_round(done: int, seconds: float, limit: float) -> bool:
@@ -212,22 +143,23 @@ def another_round(done: int, seconds: float, limit: float) -> bool:
     return done < _MOST and seconds + seconds / done <= limit
 
 
-def pace(run: SearchRun, costs: Costs, timings: Timings) -> float:
+def clock_drift(run: SearchRun) -> float:
     """Dense attention's time now over its time when candidates were timed."""
+    costs = run.costs
     assert costs.table is not None, "seconds are spent"
     then = costs.table.dense_seconds(
         length=costs.length, head_dim=costs.head_dim, dtype=costs.dtype, heads=run.model.num_heads
     )
-    return timings.seconds[ANCHOR] / (len(run.layers) * then)
+    return run.longest.seconds[ANCHOR] / (len(run.layers) * then)
 
 
-def _unit(run: SearchRun, accepted: Accepted, name: str, depends: Mapping[str, Any]) -> Unit:
+def _unit(run: SearchRun, name: str, depends: Mapping[str, Any]) -> Unit:
     """The unit of times on this machine, of the accepted allocation."""
     with all_threads():
         machine = environment(run.device)
     about = {
-        "allocation": accepted.measured.allocation.digest,
-        "sequence": accepted.reported_on[0].digest,
+        "allocation": run.allocation.digest,
+        "sequence": run.reported_on[0].digest,
         "machine": machine,
     }
     return run.ledger.unit(name, {**about, **depends})

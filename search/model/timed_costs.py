@@ -17,12 +17,12 @@ from profiling.inside.head_fidelity import worked_tiles
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.layer_times import ANCHOR, Timed, Timings, all_threads, spread, time_layers
-from search.model.allocation import Allocation, Heads
+from search.model.allocation import Allocation, CostCurves
 from search.model.candidates import LAST_Q
 from search.model.cost_table import Cost, CostTable
 from search.model.costs import Costs
 from search.model.curves import Curves
-from search.model.search_run import SearchRun
+from search.model.run import SearchRun
 
 # Layers on which candidates and allocations are timed.
 _LAYERS = 5
@@ -78,7 +78,7 @@ def _time(
     ids = sequence.ids[: sequence.context]
     # Operations choose what to time: seconds are not known yet.
     flops = Costs.flops(model, length=run.length, dtype=run.dtype)
-    mixed = _mixed_allocations(Heads.of(curves, flops, run.candidates), share)
+    mixed = _mixed_allocations(CostCurves.of(curves, flops, run.candidates), share)
     patterns = {repr(pattern): pattern for pattern in _some_of_each_kind(run.candidates)}
     plans_of_one = {
         key: dict.fromkeys(run.layers, LayerPlan([pattern] * model.num_heads, model.num_kv_heads))
@@ -101,7 +101,7 @@ def _time(
         shown.update()
     table = _table(run, len(ids), timings, patterns, tiles)
     by_table = Costs.measured(table, model, length=run.length, dtype=run.dtype)
-    heads = Heads.of(curves, by_table, run.candidates)
+    heads = CostCurves.of(curves, by_table, run.candidates)
     # Summed over the timed layers, which differ in cost, and scaled to all layers.
     to_all_layers = len(run.layers) / len(timings.layers)
     layers = list(timings.layers)
@@ -113,7 +113,7 @@ def _time(
     return {**vars(table), "costs": [vars(cost) for cost in table.costs], "fit": fit}
 
 
-def _mixed_allocations(heads: Heads, share: float) -> list[Allocation]:
+def _mixed_allocations(heads: CostCurves, share: float) -> list[Allocation]:
     """Allocations of some budgets, which mix kinds as a layer does; costs may be of any unit."""
     tail = min(heads.curves)
     cheapest = heads.least(tail) * (1 + 1e-9)

@@ -14,7 +14,7 @@ from headwise.__main__ import main
 from profiling.models.loading import load_model
 from profiling.prompts.words import sentences
 from profiling.quality.trials import Trial
-from search.published.search import HeadSearch, run
+from search.paper import PaperSearch, run
 from tests.profiling.tokenizers import MAKERS
 from tests.runtime.tiny import tiny_model
 from tests.search.conftest import save_tiny
@@ -95,7 +95,7 @@ def searched(folder, tmp_path_factory):
     (place / "tiny").symlink_to(folder)
     (place / "text.txt").write_text("It was a long way to the sea, and nobody saw it. " * 400)
     model = str(place / "tiny")
-    search = HeadSearch(model=model, out=place / "cfg.yaml", length=LENGTH, budget="0.8")
+    search = PaperSearch(model=model, out=place / "cfg.yaml", length=LENGTH, budget="0.8")
     run(search.replace(dtype="float32", picture=False, command="x"))
     return place
 

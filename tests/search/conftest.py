@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from search.published.search import HeadSearch, run
+from search.paper import PaperSearch, run
 from tests.tiny_text_model import save_tiny
 
 
@@ -16,7 +16,7 @@ def tiny_model(tmp_path_factory):
 
 
 # A search by MInference's Algorithm 1 of a prompt that is not a whole number of tiles.
-PUBLISHED: dict[str, Any] = {
+PAPER: dict[str, Any] = {
     "length": 1000,
     "budget": "0.6",
     "dtype": "float32",
@@ -27,7 +27,7 @@ PUBLISHED: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def by_head(tiny_model, tmp_path_factory):
-    """The artifact of a published search of the tiny model; not to be written to."""
+    """The artifact of a search of the tiny model with --preset paper; not to be written to."""
     out = tmp_path_factory.mktemp("by_head") / "cfg.yaml"
-    run(HeadSearch(model=str(tiny_model), out=out, picture=False, **PUBLISHED))
+    run(PaperSearch(model=str(tiny_model), out=out, picture=False, **PAPER))
     return out

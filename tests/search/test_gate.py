@@ -21,8 +21,8 @@ from profiling.quality.sequences import Losses, Reference, sequences
 from runtime.fingerprint import fingerprint
 from search.gate import plans_of
 from search.model.limits import MAX_KL, MAX_PERPLEXITY, Limits
+from search.model.losses import context_losses, task_figures
 from search.model.prompts import held_out_prompts
-from search.model.task_losses import by_task
 from tests.tiny_text_model import save_tiny
 
 LENGTH = 700
@@ -237,7 +237,7 @@ def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
         sizes = {"dense_tail": plan.dense_tail, "length": plan.length}
         plans = {**served, layer: LayerPlan(patterns, plan.num_kv_heads, **sizes)}
         losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
-        tasks = by_task(reference.sequences, losses)
+        tasks = task_figures(context_losses(reference.sequences, losses))
         kl = float(np.mean([one.kl.mean() for one in losses]))
         rise = max(task.perplexity_ratio - 1 for task in tasks if task.perplexity_ratio is not None)
         lost = ", ".join(
@@ -247,7 +247,7 @@ def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
             f"head {layer}.{head}: mean KL {kl:.4f}, perplexity {rise:+.2%}, answers lost: {lost}"
         )
         assert not unseen or (kl <= MAX_KL and rise <= MAX_PERPLEXITY), "it would not have passed"
-        fault = Limits().fault(tasks)
+        fault = Limits().violation(tasks)
         assert fault is not None and (not unseen or "fewer right answers" in fault)
-        alone = Limits(max_kl=None, max_perplexity=None, max_nll=None).fault(tasks)
+        alone = Limits(max_kl=None, max_perplexity=None, max_nll=None).violation(tasks)
         assert "fewer right answers" in (alone or "")

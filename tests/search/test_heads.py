@@ -26,16 +26,15 @@ from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers
 from search import demo
 from search.model.config import ModelSearch
-from search.model.layers import serving_backend
+from search.model.costs import causal_tiles
 from search.model.limits import Limits
-from search.model.speed import FirstToken
-from search.published.search import HeadSearch, run
-from search.published.space import dense_tiles, target_tiles
+from search.model.start import serving_backend
+from search.paper import PaperSearch, run, target_tiles
 from tests.processes import Process
 from tests.runtime.tiny import FAMILIES, GEMMA4_SHARED
 from tests.runtime.tiny import tiny_model as tiny_of_family
 from tests.sampling import sampled
-from tests.search.conftest import PUBLISHED
+from tests.search.conftest import PAPER
 from tests.tiny_text_model import save_tokenizer
 
 # Architectures: one without a trait of its own, and one for each of a fused projection, a softcap,
@@ -47,7 +46,7 @@ def test_writes_a_pair_and_the_picture_and_scores_are_what_the_artifact_has_on_t
     tiny_model, tmp_path
 ):
     out = tmp_path / "cfg.yaml"
-    run(HeadSearch(model=str(tiny_model), out=out, dense_tail=64, **PUBLISHED))
+    run(PaperSearch(model=str(tiny_model), out=out, dense_tail=64, **PAPER))
     artifact, arrays = artifacts.load_pair(out)
     expected = {"cfg.yaml", artifact.sidecar.file, "cfg.png", "cfg.svg", "cfg.csv"}
     assert {path.name for path in tmp_path.iterdir()} == expected
@@ -70,9 +69,9 @@ def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head):
     assert (artifact.prefill.dense_below, artifact.prefill.dense_tail) == (500, 0)
     np.testing.assert_array_equal(arrays["chosen.error"], np.min(errors, axis=0))
     assert 0.5 < artifact.search.summary.density <= arrays["chosen.density"].max()
-    target = target_tiles(PUBLISHED["budget"], PUBLISHED["length"], 0)
-    assert arrays["chosen.density"].max() <= target / dense_tiles(PUBLISHED["length"])
-    assert artifact.search.budget == PUBLISHED["budget"]
+    target = target_tiles(PAPER["budget"], PAPER["length"], 0)
+    assert arrays["chosen.density"].max() <= target / causal_tiles(PAPER["length"])
+    assert artifact.search.budget == PAPER["budget"]
     assert artifact.search.spent == pytest.approx(artifact.search.summary.density)
     assert sum(artifact.search.summary.winners.values()) == 18
 
@@ -241,7 +240,7 @@ def test_demo_reports_a_key_that_both_find(loaded, by_head, monkeypatch):
 
 def test_demo_reports_seconds_of_the_search():
     rounds = {KERNEL: [2.0, 2.2, 2.4], HEADWISE: [1.0, 1.0, 1.0]}
-    assert demo._first_token(FirstToken(baseline=KERNEL, seconds=rounds), 4096) == (
+    assert demo._first_token(rounds, 4096) == (
         "first token of a prompt of 4,096 tokens: 2.20 s dense (dense by Headwise's kernel), 1.00 "
         "s with Headwise, 2.20 times as fast (2.00 to 2.40 in 3 rounds)"
     )

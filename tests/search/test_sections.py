@@ -19,9 +19,9 @@ from profiling.models.loading import load_model
 from profiling.quality.forced_decode import Divergence
 from profiling.similarities import layer_similarity
 from runtime import load, memory_report
+from search import paper
 from search.decode import filter_search, kv_search
-from search.published import search as heads
-from tests.search.conftest import PUBLISHED
+from tests.search.conftest import PAPER
 
 LENGTH = 600
 MEASURE = f"--task passkey --task kv_retrieval --length {LENGTH} --steps 3 --samples 1".split()
@@ -53,6 +53,41 @@ def test_filters_fill_the_decode_section_and_leave_the_rest(command, by_head, tm
     printed = capsys.readouterr().out
     assert printed.endswith(f"next: headwise decode {out} --model {command[1]}\n")
     assert "held-out prompts" in printed and "evenly spaced" in printed
+
+
+def test_filters_with_storage_record_each_choice_as_a_trial(command, tmp_path, capsys):
+    import optuna
+
+    url = f"sqlite:///{tmp_path}/study.db"
+    record = tmp_path / "record.json"
+    main(
+        [
+            "filters",
+            *command,
+            "--out",
+            str(tmp_path / "f.yaml"),
+            f"--json={record}",
+            "--storage",
+            url,
+        ]
+    )
+    study = optuna.load_study(study_name="f", storage=url)
+    assert study.metric_names == ["passkey", "kv_retrieval", "density"]
+    assert [trial.params for trial in study.trials] == [
+        {"choice": "searched", "prompts": "chosen on"},
+        {"choice": "searched", "prompts": "held out"},
+        {"choice": "evenly spaced", "prompts": "held out"},
+    ]
+    scores = json.loads(record.read_text())["scores"].values()
+    for trial, score in zip(study.trials, scores, strict=True):
+        attributes = trial.user_attrs
+        assert attributes["error"] == pytest.approx(score["error"])
+        assert attributes["missed_mass"] == pytest.approx(1 - score["kept"])
+        assert attributes["filter_layers"] == score["filter_layers"]
+        # Errors of the tasks, whose mean is the choice's, and one full layer of three.
+        assert np.mean(trial.values[:2]) == pytest.approx(score["error"])
+        assert trial.values[2] == pytest.approx(1 / 3)
+    assert study.best_trials
 
 
 def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, capsys):
@@ -106,7 +141,9 @@ def test_in_place_other_sections_are_kept_and_a_search_keeps_this_one(
     first = artifacts.load(out)
     assert first.kv_cache == section and len(list(tmp_path.iterdir())) == 2
     assert (first.decode.omnikv.filter_layers, first.decode.omnikv.dense_layers) == ((1,), (0,))
-    again = heads.run(heads.HeadSearch(model=str(tiny_model), out=out, picture=False, **PUBLISHED))
+    again = paper.run(
+        paper.PaperSearch(model=str(tiny_model), out=out, picture=False, **PAPER)
+    ).artifact
     assert artifacts.load(out) == again
     assert again.kv_cache == section and again.decode == first.decode
     assert "similarity.mass" in artifacts.load_arrays(out)
@@ -171,6 +208,32 @@ def test_kv_writes_budgets_that_the_runtime_keeps(tiny_model, by_head, tmp_path,
         loaded.model(ids, past_key_values=cache)
         kept = [layer.mean_kept for layer in memory_report(cache).layers]
     assert 0.15 <= np.mean(kept) / 800 <= 0.26
+
+
+def test_kv_with_storage_records_both_budgets_on_both_sets(tiny_model, by_head, tmp_path, capsys):
+    import optuna
+
+    url = f"sqlite:///{tmp_path}/study.db"
+    file = tmp_path / "figures.json"
+    words = ["--target-share", "0.25", f"--json={file}", "--storage", url, "--task", "prose"]
+    main(["kv", *kv_command(tiny_model, by_head, tmp_path / "kv.yaml", *words)])
+    figures = json.loads(file.read_text())
+    study = optuna.load_study(study_name="kv", storage=url)
+    assert study.metric_names == ["passkey", "prose", "share"]
+    asked = [(trial.user_attrs["prompts"], trial.params["budgets"]) for trial in study.trials]
+    sets = ("deciding", "reporting")
+    assert asked == [(name, budgets) for name in sets for budgets in ("searched", "even")]
+    shares = {"searched": figures["share"], "even": 0.25}
+    for trial in study.trials:
+        *losses, share = trial.values
+        assert share == trial.params["share"] == shares[trial.params["budgets"]]
+        # As many tokens of each prompt are decoded: the mean of the tasks is that of all.
+        assert trial.user_attrs["kl"] == pytest.approx(np.mean(losses)) and min(losses) > 0
+    for trial in study.trials[2:]:
+        figure = figures["held_out"][trial.params["budgets"]]
+        assert trial.user_attrs["kl"] == pytest.approx(figure["kl"])
+        assert trial.user_attrs["perplexity_ratio"] == pytest.approx(figure["perplexity_ratio"])
+    assert study.best_trials
 
 
 def interrupted(*given: Any) -> Any:

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 
 from profiling.ranks import Ranks
-from search.model.allocation import Allocation, Heads
+from search.model.allocation import Allocation, CostCurves
 from search.model.curves import Curves
-from search.model.search_run import Measured
-from search.model.task_losses import TaskLoss
-from search.study import Study
+from search.model.losses import ContextLoss
 
 LAYERS = 3
 
@@ -22,11 +20,21 @@ LAYERS = 3
 class FormulaRun:
     """A run without a model: losses are a formula of the reference, the allocation and the numbers.
 
-    A set of prompts is its own reference. measured: every (reference, allocation, numbers)."""
+    A set of prompts is its own reference.
 
-    formula: Callable[[Any, Allocation, Any], Sequence[TaskLoss]]
+    Attributes:
+        measured: every (reference, allocation, numbers).
+        trials: every (allocation, losses, name of the prompts).
+    """
+
+    formula: Callable[[Any, Allocation, Any], Sequence[ContextLoss]]
+    heads: CostCurves
+    budget: float
+    allocation: Allocation | None = None
+    gate_fault: str | None = None
     ranks: Ranks = field(default_factory=Ranks)
     measured: list[tuple[Any, Allocation, Any]] = field(default_factory=list)
+    trials: list[tuple[Allocation, Any, str]] = field(default_factory=list)
 
     def reference(self, prompts: Any) -> Any:
         return prompts
@@ -38,18 +46,15 @@ class FormulaRun:
         numbers: Any = None,
         *,
         name: str = "",
-    ) -> list[Measured]:
+    ) -> list[tuple[ContextLoss, ...]]:
         results = []
         for allocation in allocations:
             self.measured.append((reference, allocation, numbers))
-            tasks = tuple(self.formula(reference, allocation, numbers))
-            results.append(Measured(allocation=allocation, tasks=tasks))
+            results.append(tuple(self.formula(reference, allocation, numbers)))
         return results
 
-
-def no_study() -> Study:
-    """A study without a storage."""
-    return Study(storage=None, name="none", space={}, losses=())
+    def add_trial(self, *trial: Any) -> None:
+        self.trials.append(trial)
 
 
 def curves_of(change: np.ndarray, **changes: Any) -> Curves:
@@ -62,7 +67,7 @@ def curves_of(change: np.ndarray, **changes: Any) -> Curves:
 
 def heads_of(
     seed: int, *, heads: int = 2, candidates: int = 4, tails: tuple[int, ...] = (64,)
-) -> Heads:
+) -> CostCurves:
     """Layer 1 is left alone; more cost is less change, and error goes its own way."""
     curves = {}
     costs = {}
@@ -80,6 +85,6 @@ def heads_of(
         fisher = {"text_fisher": text, "answer_fisher": answer}
         curves[tail] = curves_of(change, error=error, **fisher, texts=1, asked=1)
         costs[tail] = cost
-    return Heads(
+    return CostCurves(
         curves=curves, costs=costs, all_keys=float(np.nanmax([*costs.values()])), unit="flops"
     )

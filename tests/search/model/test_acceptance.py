@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 
 from artifacts import Finding
-from search.model.acceptance import Accepted, gate
+from search.model.acceptance import gate
 from search.model.allocation import Allocation
 from search.model.limits import Limits
-from search.model.task_losses import ContextLoss, TaskLoss
-from tests.search.model.made import FormulaRun, heads_of, no_study
+from search.model.losses import ContextLoss, task_figures
+from search.model.run import SearchRun
+from tests.search.model.made import FormulaRun, heads_of
 
 HEADS = heads_of(0, tails=(0, 64, 256), heads=4, candidates=8)
 TOTAL = HEADS.total(0.15)
@@ -40,53 +41,70 @@ class Prompts:
         return tuple(Sequence(task, self.name) for task in ["facts"] * 4 + ["prose"])
 
 
-def losses(allocation: Allocation, factor: float) -> tuple[TaskLoss, ...]:
-    kl = factor * HEADS.predicted(allocation)
-    return (TaskLoss.of("any", [ContextLoss(digest="", kl=kl)]),)
+def losses(allocation: Allocation, factor: float) -> tuple[ContextLoss, ...]:
+    return (ContextLoss(task="any", digest="", kl=factor * HEADS.predicted(allocation)),)
 
 
 def passed(
     factors: Mapping[str, float], limit: float
-) -> tuple[Accepted, list[tuple[str, float, Any]]]:
+) -> tuple[SearchRun, list[tuple[str, float, Any]]]:
     """Run the gate where each set loses so many times what the curves predict.
 
-    Returns what it accepts, and (set, cost, numbers) of all that was run, in order."""
-    run = FormulaRun(lambda prompts, one, numbers: losses(one, factors[prompts.name]))
+    Returns the run, and (set, cost, numbers) of all that was measured, in order."""
+    run = FormulaRun(
+        lambda prompts, one, numbers: losses(one, factors[prompts.name]),
+        heads=HEADS,
+        budget=TOTAL,
+        allocation=BEST,
+    )
     held_out = cast(Any, iter([Prompts(name) for name in factors]))
-    accepted = gate(cast(Any, run), HEADS, Limits(max_kl=limit), TOTAL, BEST, held_out, no_study())
-    return accepted, [(prompts.name, one.cost, numbers) for prompts, one, numbers in run.measured]
+    gate(cast(Any, run), Limits(max_kl=limit), held_out)
+    # Each allocation that a set judges, and each point, is a trial.
+    sets = [name for _, _, name in run.trials]
+    rounds = len(sets) - len(cast(Any, run).points)
+    assert sets[:rounds] == [f"held-out set {at + 1}" for at in range(rounds)]
+    assert set(sets[rounds:]) == {f"first contexts of held-out set {rounds}"}
+    measured = {one.digest for _, one, _ in run.measured}
+    assert {one.digest for one, _, _ in run.trials} == measured
+    return cast(Any, run), [
+        (prompts.name, one.cost, numbers) for prompts, one, numbers in run.measured
+    ]
+
+
+def held_out(run: SearchRun) -> bool:
+    return cast(Any, SearchRun.held_out).fget(run)
 
 
 def test_what_passes_at_once_is_reported_on_the_first_held_out_set():
-    accepted, measured = passed({"first": 1.1, "second": 1.0}, 100.0)
-    assert accepted.measured.allocation.digest == BEST.digest
-    assert accepted.fault is None and accepted.chosen_on == []
-    assert accepted.held_out and {name for name, _, _ in measured} == {"first"}
+    run, measured = passed({"first": 1.1, "second": 1.0}, 100.0)
+    assert run.allocation.digest == BEST.digest
+    assert run.gate_fault is None and run.chosen_on == []
+    assert held_out(run) and {name for name, _, _ in measured} == {"first"}
     # By task, the one with few sequences first. Then half and twice the budget, each on the first
     # contexts of the tasks, as what was chosen.
     numbers = [numbers for _, _, numbers in measured]
-    assert numbers == [[4], [0, 1, 2, 3], *[[0, 4]] * len(accepted.points)]
-    assert accepted.points[0].allocation.digest == BEST.digest
-    assert len(accepted.points) == 3
-    assert {point.allocation.tail for point in accepted.points} == {64}
-    for point in accepted.points:
-        assert point.tasks == losses(point.allocation, 1.1)
-    assert accepted.measured.tasks == 2 * accepted.points[0].tasks
+    assert numbers == [[4], [0, 1, 2, 3], *[[0, 4]] * len(run.points)]
+    assert run.points[0][0].digest == BEST.digest
+    assert len(run.points) == 3
+    assert {allocation.tail for allocation, _ in run.points} == {64}
+    for allocation, lost in run.points:
+        assert lost == losses(allocation, 1.1)
+    assert tuple(run.losses) == 2 * run.points[0][1]
 
 
 def test_a_set_that_fails_says_how_much_more_and_another_reports():
     factors = {"first": 1.5, "second": 1.5, "third": 1.0}
-    accepted, measured = passed(factors, JUST_ABOVE)
+    run, measured = passed(factors, JUST_ABOVE)
     judged = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
     assert [name for name, _ in judged] == ["first", "second"]
     # Where a task fails the others are not run, and raised nothing.
     others = [name for name, _, numbers in measured if numbers == [0, 1, 2, 3]]
     assert others == ["second"]
-    assert accepted.chosen_on == [Sequence("prose", "first")]
-    assert len(accepted.reported_on) == 5 and accepted.held_out
-    assert accepted.measured.allocation.cost == judged[-1][1] > BEST.cost
+    assert run.chosen_on == [Sequence("prose", "first")]
+    assert len(run.reported_on) == 5 and held_out(run)
+    assert run.allocation.cost == judged[-1][1] > BEST.cost
     # One step comes to what is aimed at: little less than the limit.
-    assert 0.5 < 1.5 * HEADS.predicted(accepted.measured.allocation) / JUST_ABOVE <= 0.91
+    assert 0.5 < 1.5 * HEADS.predicted(run.allocation) / JUST_ABOVE <= 0.91
 
 
 def test_set_that_fails_is_reported_with_the_budget_that_it_raises(capsys):
@@ -104,33 +122,38 @@ def test_set_that_fails_is_reported_with_the_budget_that_it_raises(capsys):
 
 
 def test_without_another_set_the_one_that_raised_reports_and_is_not_held_out():
-    accepted, _ = passed({"first": 1.5}, JUST_ABOVE)
-    assert accepted.chosen_on == [accepted.reported_on[4]] and not accepted.held_out
+    run, _ = passed({"first": 1.5}, JUST_ABOVE)
+    assert run.chosen_on == [run.reported_on[4]] and not held_out(run)
 
 
 def test_all_sets_that_failed_are_named():
     factors = {"first": 1.5, "second": 3.0, "third": 1.0}
-    accepted, _ = passed(factors, JUST_ABOVE)
-    assert accepted.chosen_on == [Sequence("prose", "first"), Sequence("prose", "second")]
-    assert accepted.held_out and accepted.reported_on == Prompts("third").sequences
+    run, _ = passed(factors, JUST_ABOVE)
+    assert run.chosen_on == [Sequence("prose", "first"), Sequence("prose", "second")]
+    assert held_out(run) and run.reported_on == Prompts("third").sequences
 
 
 def test_all_answers_together_fail_where_each_task_passes():
     """Every other context loses three of ten answers: of one task alone that may be chance."""
 
-    def of(task: str) -> TaskLoss:
+    def of(task: str) -> list[ContextLoss]:
         ten = dict.fromkeys(("answers", "dense_right", "tokens"), 10)
-        contexts = [
-            ContextLoss(digest=f"{task}{at}", kl=0.01, lost=at % 2 * 3, **ten) for at in range(4)
+        return [
+            ContextLoss(task=task, digest=f"{task}{at}", kl=0.01, lost=at % 2 * 3, **ten)
+            for at in range(4)
         ]
-        return TaskLoss.of(task, contexts)
 
     lost = {"facts": of("facts"), "prose": of("prose")}
-    assert all(Limits().fault([task]) is None for task in lost.values())
-    run = FormulaRun(lambda prompts, one, numbers: [lost[prompts.sequences[numbers[0]].task]])
+    assert all(Limits().violation(task_figures(each)) is None for each in lost.values())
+    run = FormulaRun(
+        lambda prompts, one, numbers: lost[prompts.sequences[numbers[0]].task],
+        heads=HEADS,
+        budget=TOTAL,
+        allocation=BEST,
+    )
     sets = cast(Any, iter([Prompts("first")]))
     with pytest.raises(Finding, match=r"all answers: accuracy falls from 1\.00 to 0\.85 of 80"):
-        gate(cast(Any, run), HEADS, Limits(), TOTAL, BEST, sets, no_study())
+        gate(cast(Any, run), Limits(), sets)
 
 
 def test_what_never_passes_is_a_finding():

@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, TaskFigures
 from profiling.quality.sequences import Losses, TokenSequence
 from search.model.limits import Limits
-from search.model.task_losses import (
+from search.model.losses import (
     POOL,
     ContextLoss,
-    TaskLoss,
-    by_task,
-    line,
-    lost_answers,
+    advice,
+    context_losses,
+    format_row,
+    loss_by_kind,
+    loss_by_task,
     mean_kl,
-    pooled,
-    remedy,
     summary,
+    task_figures,
     verdict,
 )
 
 
-def task(name: str = "kv", **changes: Any) -> TaskLoss:
+def task(name: str = "kv", **changes: Any) -> TaskFigures:
     """A task of 40 questions that loses little."""
     good = {
         "kl": 0.01,
@@ -43,13 +43,18 @@ def task(name: str = "kv", **changes: Any) -> TaskLoss:
         "fewer_low": 0.0,
         "fewer_high": 0.5,
     }
-    return TaskLoss(**{"task": name, **good, **changes})
+    # Not validated, as those of a search: one may be not a number.
+    return TaskFigures.model_construct(**{"task": name, **good, **changes})
 
 
-def text(name: str = "prose", **changes: Any) -> TaskLoss:
-    none = dict.fromkeys(("nll_rise", "nll_rise_low", "nll_rise_high"))
-    counts = {"answers": 0, "dense_right": 0, "lost": 0}
-    return task(name, **{"perplexity_ratio": 1.01, **none, **counts, **changes})
+def text(name: str = "prose", **changes: Any) -> TaskFigures:
+    rises = ("nll_rise", "nll_rise_low", "nll_rise_high")
+    none = dict.fromkeys((*rises, "answers", "dense_right", "lost", "won"))
+    return task(name, **{"perplexity_ratio": 1.01, **none, **changes})
+
+
+def by_task(sequences: Any, losses: Any) -> tuple[TaskFigures, ...]:
+    return task_figures(context_losses(sequences, losses))
 
 
 @pytest.mark.parametrize(
@@ -82,24 +87,24 @@ def text(name: str = "prose", **changes: Any) -> TaskLoss:
 )
 def test_each_limit_fails_alone(bad, limit, says):
     good = [text(), task("other")]
-    assert Limits().fault(good) is None
-    fault = Limits().fault([*good, bad])
+    assert Limits().violation(good) is None
+    fault = Limits().violation([*good, bad])
     assert fault == says
     # Wherever it stands, it is seen; a mean over the tasks would have hidden it.
-    assert Limits().fault([bad, *good]) == fault
-    assert Limits(**{limit: None}).fault([*good, bad]) is None
+    assert Limits().violation([bad, *good]) == fault
+    assert Limits(**{limit: None}).violation([*good, bad]) is None
     only = dict.fromkeys(("max_kl", "max_perplexity", "max_nll", "max_lost"))
     only[limit] = getattr(Limits(), limit)
-    assert Limits(**only).fault([*good, bad]) == fault
+    assert Limits(**only).violation([*good, bad]) == fault
 
 
 def test_of_several_faults_the_worst_is_said():
     twice = task("twice", kl=0.1)
     thrice = task("thrice", lost=9, fewer_low=0.1)
-    assert (Limits().fault([twice, thrice]) or "").startswith(
+    assert (Limits().violation([twice, thrice]) or "").startswith(
         "thrice: accuracy falls from 0.75 to 0.53"
     )
-    assert (Limits().fault([thrice, task("four", kl=0.2)]) or "").startswith("four: KL")
+    assert (Limits().violation([thrice, task("four", kl=0.2)]) or "").startswith("four: KL")
 
 
 RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
@@ -127,7 +132,7 @@ RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
     ],
 )
 def test_what_is_beyond_chance_fails(changes, fails):
-    assert (Limits().fault([task(**changes)]) is not None) == fails
+    assert (Limits().violation([task(**changes)]) is not None) == fails
 
 
 @pytest.mark.parametrize(
@@ -165,7 +170,7 @@ def losses(
 
 def test_losses_are_gathered_by_task():
     made = [sequence("kv", (2, 3)), sequence("prose", ()), sequence("kv", (5,))]
-    found = by_task(
+    contexts = context_losses(
         made,
         [
             losses((2, 3), [0.2, 0.6], [True, False], [True, True], 0.1),
@@ -173,7 +178,7 @@ def test_losses_are_gathered_by_task():
             losses((5,), [1.2], [True], [False], 0.2),
         ],
     )
-    kv, prose = found
+    kv, prose = task_figures(contexts)
     assert [kv.task, prose.task] == ["kv", "prose"]
     assert kv.kl == pytest.approx(0.15) and prose.kl == pytest.approx(0.3)
     assert kv.nll_rise == pytest.approx((0.2 + 0.6 + 1.2) / 10) and kv.perplexity_ratio is None
@@ -181,17 +186,19 @@ def test_losses_are_gathered_by_task():
     assert (kv.nll_rise_low, kv.nll_rise_high, kv.fewer_low, kv.fewer_high) == (None,) * 4
     assert (kv.prompts, kv.answers, kv.dense_right, kv.lost, kv.won) == (2, 3, 2, 1, 1)
     assert prose.perplexity_ratio == pytest.approx(exp(0.3))
-    assert (prose.nll_rise, prose.answers) == (None, 0)
-    assert kv.loss == pytest.approx(kv.kl + 0.2) and prose.loss == prose.kl
-    assert mean_kl(found) == pytest.approx((kv.kl + 0.3) / 2)
-    assert lost_answers(found) == {"dense_right": 2, "lost": 1}
+    assert (prose.nll_rise, prose.answers) == (None, None)
+    by_name = loss_by_task(contexts)
+    assert by_name == {"kv": pytest.approx(kv.kl + 0.2), "prose": prose.kl}
+    assert loss_by_kind(contexts) == {"answer": by_name["kv"], "text": by_name["prose"]}
+    assert mean_kl(contexts) == pytest.approx((kv.kl + 0.3) / 2)
 
 
 def test_kinds_of_answers_are_apart_and_contexts_are_the_units():
     one = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))
     lost = losses((2, 2, 2), [0.4, 0.4, 0.0], [False, False, True], [True, True, True], 0.1)
     kept = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
-    asked, later = by_task([one] * 8, [lost] * 4 + [kept] * 4)
+    asked, later, pool = by_task([one] * 8, [lost] * 4 + [kept] * 4)
+    assert pool.task == POOL
     assert (asked.task, asked.answers, asked.lost) == ("facts/asked", 16, 8)
     assert (later.task, later.answers, later.lost) == ("facts/later", 8, 0)
     # Half of eight contexts lose all of their answers: as eight units the share is less certain
@@ -210,15 +217,19 @@ def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts):
     (few,) = by_task([one] * contexts, [gone] * contexts)
     (four,) = by_task([one] * 4, [gone] * 4)
     assert few.lost == 2 * contexts and few.nll_rise == four.nll_rise == 1.5
-    assert Limits().fault([few]) is None and Limits().strain([few]) == pytest.approx(0.01 / 0.05)
-    assert (Limits().fault([four]) or "").startswith("chain: ") and Limits().strain([four]) > 9
+    assert Limits().violation([few]) is None and Limits().worst_ratio([few]) == pytest.approx(
+        0.01 / 0.05
+    )
+    assert (Limits().violation([four]) or "").startswith("chain: ") and Limits().worst_ratio(
+        [four]
+    ) > 9
     # A KL is judged on any number of prompts.
-    assert Limits(max_kl=0.005).fault([few]) is not None
-    said = line(few)
+    assert Limits(max_kl=0.005).violation([few]) is not None
+    said = format_row(few)
     assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in said
     assert "nan" not in said and "None" not in said and "interval" not in said
     assert said.endswith(f"(not tested: answers take 4 contexts, got {contexts})")
-    assert "not tested" not in line(four) and "too few to see" in line(four)
+    assert "not tested" not in format_row(four) and "too few to see" in format_row(four)
 
 
 def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
@@ -238,33 +249,36 @@ def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough()
         strict=True,
     )
     tasks = by_task(made, found)
-    assert all(Limits().fault([task]) is None for task in tasks)
-    (pool,) = pooled(tasks)
+    *kinds, pool = tasks
+    assert all(Limits().violation([task]) is None for task in kinds)
     assert (pool.task, pool.prompts, pool.answers) == (POOL, 4, 80)
     assert (pool.dense_right, pool.lost) == (80, 13)
-    assert (Limits().fault(tasks) or "").startswith(
+    assert (Limits().violation(tasks) or "").startswith(
         "all answers: accuracy falls from 1.00 to 0.84 of 80 questions"
     )
-    assert Limits().strain(tasks) == pytest.approx(13 / 80 / 0.1)
-    assert Limits().fault(by_task(made[:3], found[:3])) is None
-    assert Limits(max_lost=None).fault(tasks) is None
+    assert Limits().worst_ratio(tasks) == pytest.approx(13 / 80 / 0.1)
+    assert Limits().violation(by_task(made[:3], found[:3])) is None
+    assert Limits(max_lost=None).violation(tasks) is None
 
 
 def test_the_pool_counts_a_context_once_and_needs_several_kinds():
     """Twice the answers of the same four contexts leave their share as uncertain as it was."""
     one, found = facts(2, 1, seed=1)
     other, same = facts(0, 0, seed=2)
-    tasks = by_task([one, other, one, other], [found, same, found, same])
+    contexts = context_losses([one, other, one, other], [found, same, found, same])
+    *_, pool = task_figures(contexts)
     # Two contexts are two units, however many answers they have and however often they come.
-    assert pooled(tasks)[0].prompts == 2 and pooled(tasks)[0].fewer_low is None
-    assert pooled(tasks[:1]) == [] and pooled([text()]) == []
+    assert (pool.task, pool.prompts, pool.fewer_low) == (POOL, 2, None)
+    assert len(task_figures([each for each in contexts if each.task == "facts/asked"])) == 1
+    prose = context_losses([sequence("prose", ())], [losses((), [], [], [], 0.1)])
+    assert len(task_figures(prose)) == 1
 
 
 def test_a_set_of_prompts_counts_once_in_the_mean_kl():
     one, found = facts(0, 0)
     window = sequence("prose", ())
-    tasks = by_task([one, window], [found, losses((), [], [], [], 0.05)])
-    assert len(tasks) == 4 and mean_kl(tasks) == pytest.approx((0.01 + 0.05) / 2)
+    contexts = context_losses([one, window], [found, losses((), [], [], [], 0.05)])
+    assert len(contexts) == 4 and mean_kl(contexts) == pytest.approx((0.01 + 0.05) / 2)
 
 
 @pytest.mark.parametrize(
@@ -273,26 +287,25 @@ def test_a_set_of_prompts_counts_once_in_the_mean_kl():
 )
 def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(right, proven, samples):
     """As many in the text's line as in all others is no help: it asks for none."""
-    asked = TaskLoss.of("kv", contexts_of(right, 4))
-    tasks = [asked, text()]
+    tasks = [*task_figures(contexts_of("kv", right, 4)), text()]
     assert verdict(tasks).proven == proven and verdict(tasks).why.endswith(" of 4 contexts")
     assert verdict(tasks).why.startswith(f"{right} right answer")
     if samples:
-        assert remedy(tasks, 1) == f"--samples {samples} would see a loss of one in five"
-        assert remedy(tasks, 2) == f"--samples {2 * samples} would see a loss of one in five"
-        more = [TaskLoss.of("kv", contexts_of(samples * right, 4 * samples)), text()]
+        assert advice(tasks, 1) == f"--samples {samples} would see a loss of one in five"
+        assert advice(tasks, 2) == f"--samples {2 * samples} would see a loss of one in five"
+        more = [*task_figures(contexts_of("kv", samples * right, 4 * samples)), text()]
         assert verdict(more).proven
     elif not proven:
-        assert remedy(tasks, 1).startswith("dense attention gets none right")
+        assert advice(tasks, 1).startswith("dense attention gets none right")
 
 
 def test_all_answers_together_may_be_enough_and_three_contexts_never_are():
-    few = [TaskLoss.of("a", contexts_of(40, 4)), TaskLoss.of("b", contexts_of(40, 4))]
+    few = task_figures([*contexts_of("a", 40, 4), *contexts_of("b", 40, 4)])
     assert not verdict(few[:1]).proven and verdict(few).proven
     assert verdict(few).why == "80 right answers of 4 contexts"
-    many = [TaskLoss.of("a", contexts_of(300, 3))]
+    many = task_figures(contexts_of("a", 300, 3))
     assert not verdict(many).proven
-    assert remedy(many, 1) == "answers take 4 contexts, which needs a longer file"
+    assert advice(many, 1) == "answers take 4 contexts, which needs a longer file"
 
 
 def test_of_what_passes_text_and_answers_are_told():
@@ -305,10 +318,10 @@ def test_of_what_passes_text_and_answers_are_told():
     assert summary([answers, text()]) == "answers hold (95% interval -10% to -1%)"
 
 
-def contexts_of(right: int, count: int) -> list[ContextLoss]:
+def contexts_of(task: str, right: int, count: int) -> list[ContextLoss]:
     """So many right answers in all, over so many contexts."""
     spread = [right // count + (at < right % count) for at in range(count)]
     return [
-        ContextLoss(digest=str(at), kl=0.01, tokens=9, answers=200, dense_right=some)
+        ContextLoss(task=task, digest=str(at), kl=0.01, tokens=9, answers=200, dense_right=some)
         for at, some in enumerate(spread)
     ]

@@ -11,7 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from kernels.patterns import make
-from search.model.allocation import Heads
+from search.model.allocation import CostCurves
 from search.model.hulls import hull, slope, spend
 from tests.search.model.made import heads_of
 
@@ -46,30 +46,30 @@ def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed):
     costs = np.cumsum(rng.exponential(size=shape) * 10 ** rng.uniform(-2, 2, size=shape), axis=1)
     losses = rng.exponential(size=shape) * 10 ** rng.uniform(-3, 3, size=(parts, 1))
     total = float(rng.uniform(costs[:, 0].sum(), costs[:, -1].sum()))
-    spent = spend(losses, costs, total)
-    by_price = chosen_at(spent.price, losses, costs)
-    most = cost_of(spent.entries, costs) * (1 + 1e-9)
+    entries, price = spend(losses, costs, total)
+    by_price = chosen_at(price, losses, costs)
+    most = cost_of(entries, costs) * (1 + 1e-9)
     assert cost_of(by_price, costs) <= most <= total * (1 + 1e-9)
-    if spent.price == 0:
-        assert by_price == spent.entries
+    if price == 0:
+        assert by_price == entries
     # A part that got something else got more: what was left over fitted a flatter step.
     assert all(
         costs[part, a] <= costs[part, b]
-        for part, (a, b) in enumerate(zip(by_price, spent.entries, strict=True))
+        for part, (a, b) in enumerate(zip(by_price, entries, strict=True))
     )
     # And it is no higher than it must be: a little below it, the step that did not fit would be
     # taken.
-    if spent.price > 0:
-        below = chosen_at(spent.price * (1 - 1e-9), losses, costs)
+    if price > 0:
+        below = chosen_at(price * (1 - 1e-9), losses, costs)
         assert cost_of(below, costs) > cost_of(by_price, costs)
 
 
 def test_with_all_that_there_is_the_price_is_none():
     losses = np.array([[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]])
-    assert spend(losses, (1, 2, 3), 6.0).price == 0.0
+    assert spend(losses, (1, 2, 3), 6.0)[1] == 0.0
     # The first step that does not fit, whatever fitted before.
-    assert spend(losses, (1, 2, 3), 2.0).price == pytest.approx(4.0)
-    assert spend(losses, (1, 2, 3), 4.0).price == pytest.approx(1.0)
+    assert spend(losses, (1, 2, 3), 2.0)[1] == pytest.approx(4.0)
+    assert spend(losses, (1, 2, 3), 4.0)[1] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -81,20 +81,18 @@ def test_entries_amid_an_edge_are_steps_of_their_own(seed):
     assert hull(costs, losses) == list(range(7))
     losses[3] += 1e-6
     assert hull(costs, losses) == [0, 1, 2, 4, 5, 6]
-    spent = spend(losses[None], costs, costs[5] * (1 + 1e-9))
-    assert spent.entries == [5] and spent.price == pytest.approx(
-        slope(costs, losses, 0, 6), rel=1e-6
-    )
+    entries, price = spend(losses[None], costs, costs[5] * (1 + 1e-9))
+    assert entries == [5] and price == pytest.approx(slope(costs, losses, 0, 6), rel=1e-6)
 
 
 def test_parts_may_have_costs_of_their_own_in_any_order():
     losses = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
     costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
-    assert spend(losses, costs, 4.0).entries == [2, 0]
-    assert spend(losses, costs, 12.0).entries == [2, 2]
+    assert spend(losses, costs, 4.0)[0] == [2, 0]
+    assert spend(losses, costs, 12.0)[0] == [2, 2]
     # Not even a step that is a little too dear.
-    assert spend(losses[:1], costs[:1], 1.95).entries == [0]
-    assert spend(np.array([[0.0, 4.0, 8.0]]), np.array([[3.0, 2.0, 1.0]]), 2.5).entries == [1]
+    assert spend(losses[:1], costs[:1], 1.95)[0] == [0]
+    assert spend(np.array([[0.0, 4.0, 8.0]]), np.array([[3.0, 2.0, 1.0]]), 2.5)[0] == [1]
     says = r"a total of 1\.9 is too small for 2 parts: the least is 2"
     with pytest.raises(HeadwiseError, match=says):
         spend(losses, costs, 1.9)
@@ -102,16 +100,16 @@ def test_parts_may_have_costs_of_their_own_in_any_order():
 
 def test_what_loses_infinitely_much_is_not_taken():
     losses = np.array([[np.inf, 4.0, 1.0], [5.0, np.inf, 0.0]])
-    assert spend(losses, (1, 2, 3), 3.0).entries == [1, 0]
-    assert spend(losses, (1, 2, 3), 6.0).entries == [2, 2]
+    assert spend(losses, (1, 2, 3), 3.0)[0] == [1, 0]
+    assert spend(losses, (1, 2, 3), 6.0)[0] == [2, 2]
 
 
 def test_of_entries_that_are_alike_the_last_is_taken():
-    assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0).entries == [2]
-    assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0).entries == [1]
+    assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0)[0] == [2]
+    assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0)[0] == [1]
 
 
-def combinations(heads: Heads, values: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
+def combinations(heads: CostCurves, values: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
     """Cost, value and choice (2, H) of every combination of the searched heads' candidates."""
     own = heads.costs[TAIL][heads.searched]
     worth = values[heads.searched]

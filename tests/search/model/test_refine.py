@@ -8,11 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from search.model.allocation import Allocation, Heads
+from search.model.allocation import Allocation, CostCurves
+from search.model.losses import ContextLoss, loss_by_kind
 from search.model.refine import balance, refine
-from search.model.search_run import Measured
-from search.model.task_losses import ContextLoss, TaskLoss
-from tests.search.model.made import FormulaRun, heads_of, no_study
+from tests.search.model.made import FormulaRun, heads_of
 
 TAILS = (0, 64)
 FEW = heads_of(0, tails=TAILS)
@@ -23,59 +22,59 @@ TEXT = 1.5
 ANSWER = 6.0
 
 
-def task(name: str, loss: float, *, answers: int = 0) -> TaskLoss:
-    return TaskLoss.of(name, [ContextLoss(digest=name, kl=loss, answers=answers, tokens=answers)])
+def task(name: str, loss: float, *, answers: int = 0) -> ContextLoss:
+    return ContextLoss(task=name, digest=name, kl=loss, answers=answers, tokens=answers)
 
 
-def predicted(known: Heads, allocation: Allocation) -> dict[str, float]:
+def predicted(known: CostCurves, allocation: Allocation) -> dict[str, float]:
     losses = known.curves[allocation.tail].losses()
     return {kind: float(np.nansum(allocation.pick(loss))) for kind, loss in losses.items()}
 
 
-def refined(known: Heads, total: float) -> tuple[Allocation, FormulaRun]:
+def refined(known: CostCurves, total: float) -> tuple[Allocation, FormulaRun]:
     """Refine where text and answers lose what the curves say, each by its own factor."""
 
-    def formula(calibration: Any, allocation: Allocation, numbers: Any) -> list[TaskLoss]:
+    def formula(calibration: Any, allocation: Allocation, numbers: Any) -> list[ContextLoss]:
         losses = predicted(known, allocation)
         return [
             task("prose", TEXT * losses["text"]),
             task("kv", ANSWER * losses["answer"], answers=3),
         ]
 
-    run = FormulaRun(formula)
-    return refine(cast(Any, run), known, total, cast(Any, None), no_study()), run
+    run = FormulaRun(formula, heads=known, budget=total)
+    return refine(cast(Any, run), cast(Any, None)), run
 
 
 def test_balance_two_kinds_returns_ratio_of_run_to_curves():
-    allocation = FEW.allocate(TOTAL, 64)
-    losses = predicted(FEW, allocation)
+    losses = predicted(FEW, FEW.allocate(TOTAL, 64))
     tasks = (
         task("prose", 2 * losses["text"]),
         task("more", 4 * losses["text"]),
         task("kv", 12 * losses["answer"], answers=2),
     )
     # Three times and twelve times: the geometric mean of both is 1.
-    balanced = balance(FEW, Measured(allocation=allocation, tasks=tasks))
+    balanced = balance(losses, loss_by_kind(tasks))
     assert balanced == pytest.approx({"text": 0.5, "answer": 2.0})
     far = (
         task("prose", 1e-3 * losses["text"]),
         task("kv", 1e3 * losses["answer"], answers=2),
     )
-    balanced = balance(FEW, Measured(allocation=allocation, tasks=far))
-    assert balanced == {"text": 1 / 8, "answer": 8.0}
+    assert balance(losses, loss_by_kind(far)) == {"text": 1 / 8, "answer": 8.0}
 
 
 def test_balance_one_kind_returns_none():
     curves = {tail: replace(each, asked=0) for tail, each in FEW.curves.items()}
     known = replace(FEW, curves=curves)
-    trial = Measured(allocation=known.allocate(TOTAL, 64), tasks=(task("prose", 1.0),))
-    assert balance(known, trial) is None
+    losses = known.predicted_by_kind(known.allocate(TOTAL, 64))
+    assert balance(losses, loss_by_kind([task("prose", 1.0)])) is None
 
 
 def test_refine_runs_the_curves_allocation_and_returns_the_balanced_one():
     total = MANY.total(0.15)
     allocation, run = refined(MANY, total)
     ((_, measured, _),) = run.measured
+    ((added, losses, prompts),) = run.trials
+    assert (added, prompts) == (measured, "calibration prompts") and len(losses) == 2
     by_tail = {tail: MANY.allocate(total, tail) for tail in TAILS}
     lost = {tail: MANY.predicted(each) for tail, each in by_tail.items()}
     assert measured.digest == by_tail[min(lost, key=lambda tail: lost[tail])].digest

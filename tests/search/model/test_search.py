@@ -32,10 +32,11 @@ from runtime import load
 from search.gate import plans_of
 from search.model import scored_prompts, search, timed_costs
 from search.model.allocation import spendable
+from search.model.config import ModelSearch
 from search.model.limits import Limits
+from search.model.losses import context_losses, task_figures
 from search.model.prompts import held_out_prompts, held_out_sets
 from search.model.speed import another_round
-from search.model.task_losses import by_task
 from tests.processes import Process
 from tests.sampling import sampled
 from tests.search.model.made import heads_of
@@ -199,7 +200,7 @@ def test_evidence_is_what_held_out_prompts_say(found, tiny_model):
     assert artifact.search is not None and artifact.evidence is not None
     assert artifact.search.calibration.sha256 == digest(calibration)
     assert artifact.evidence.chosen_on is None
-    measured = by_task(reference.sequences, losses)
+    measured = task_figures(context_losses(reference.sequences, losses))
     for figures, task in zip(artifact.evidence.tasks, measured, strict=True):
         assert (figures.task, figures.prompts) == (task.task, task.prompts)
         assert figures.kl == pytest.approx(task.kl, rel=1e-4)
@@ -239,7 +240,7 @@ def test_prompts_that_raise_the_budget_are_held_out_only_where_others_report(
     """A text may be too short for a second set."""
     # The first held-out prompts fail, and from there on all pass.
     verdicts = iter(["prose: too much is lost"])
-    monkeypatch.setattr(Limits, "fault", lambda self, tasks: next(verdicts, None))
+    monkeypatch.setattr(Limits, "violation", lambda self, tasks: next(verdicts, None))
     monkeypatch.setattr(search, "held_out_sets", lambda *args: islice(held_out_sets(*args), sets))
     assert main(["search", *options(tiny_model, out)]) == 0
     artifact, arrays = artifacts.load_pair(out)
@@ -582,14 +583,68 @@ def test_search_with_storage_records_each_measured_allocation(tiny_model, out):
     url = f"sqlite:///{out.parent}/study.db"
     assert main(["search", *options(tiny_model, out, storage=url)]) == 0
     study = optuna.load_study(study_name="cfg", storage=url)
-    assert study.metric_names == ["answer", "text", "cost"]
-    points = artifacts.load(out).prefill.front.points
+    assert study.metric_names == [*TASKS, "cost"]
+    artifact, arrays = artifacts.load_pair(out)
+    points = artifact.prefill.front.points
     sets = [trial.user_attrs["prompts"] for trial in study.trials]
+    # Refinement, the gate's set, and the frontier, whose points that others beat are trials, too.
     assert sets[:2] == ["calibration prompts", "held-out set 1"] and len(sets) >= 2 + len(points)
+    assert set(sets[2:]) == {"first contexts of held-out set 1"}
+    assert {trial.state.name for trial in study.trials} == {"COMPLETE"}
+    measured = {trial.user_attrs["flops"] for trial in study.trials[2:]}
+    assert {point.cost for point in points} <= measured
+    # The accepted allocation: losses by task, its cost, and what the artifact has of it.
     accepted = study.trials[1]
-    assert accepted.values[2] == accepted.params["cost"] <= 0.65
-    assert 0 < accepted.user_attrs["density"] < 1 and accepted.user_attrs["flops"] > 0
-    assert set(accepted.user_attrs["tasks"]) == set(TASKS)
+    passkey, prose = artifact.evidence.tasks
+    losses = [passkey.kl + max(0.0, passkey.nll_rise), prose.kl]
+    assert accepted.values == pytest.approx([*losses, artifact.search.spent], abs=1e-4)
+    assert accepted.params["cost"] == accepted.values[2] <= 0.65
+    assert accepted.params["dense_tail"] == artifact.prefill.dense_tail
+    assert accepted.params["answer_weight"] > 0
+    attributes = accepted.user_attrs
+    assert [attributes[name] for name in study.metric_names] == accepted.values
+    assert attributes["density"] == pytest.approx(artifact.search.summary.density, rel=1e-5)
+    assert attributes["flops"] == pytest.approx(float(arrays["chosen.flops"].sum()), rel=1e-5)
+    # The dashboard's Pareto front, and the importance of each parameter.
+    assert study.best_trials
+    importance = optuna.importance.get_param_importances(study, target=lambda one: one.values[1])
+    assert "cost" in importance
+
+
+def test_search_with_storage_records_seconds_and_a_failed_set_without_values(
+    tiny_model, out, clock, monkeypatch
+):
+    import optuna
+
+    url = f"sqlite:///{out.parent}/study.db"
+    verdicts = iter(["prose: too much is lost"])
+    monkeypatch.setattr(Limits, "violation", lambda self, tasks: next(verdicts, None))
+    assert main(["search", *options(tiny_model, out, storage=url, **TIMED)]) == 0
+    study = optuna.load_study(study_name="cfg", storage=url)
+    _, failed, passed, *_ = study.trials
+    # The first task failed, so that the other was not measured.
+    assert failed.state.name == "FAIL" and failed.values is None
+    assert failed.user_attrs["prompts"] == "held-out set 1" and "prose" in failed.user_attrs
+    assert passed.user_attrs["prompts"] == "held-out set 2" and passed.state.name == "COMPLETE"
+    spent = artifacts.load(out).search.spent
+    assert passed.user_attrs["seconds"] > 0 and passed.values[2] == pytest.approx(spent, abs=1e-4)
+
+
+def test_search_with_storage_in_calibration_of_other_tasks_keeps_their_losses(
+    tiny_model, out, monkeypatch
+):
+    """Losses of tasks that no held-out prompt asks for are no values of the study."""
+    import optuna
+
+    url = f"sqlite:///{out.parent}/study.db"
+    held_out = property(lambda self: ("prose",))
+    monkeypatch.setattr(ModelSearch, "held_out_tasks", held_out)
+    assert main(["search", *options(tiny_model, out, "--fresh", storage=url, **SMALL)]) == 0
+    study = optuna.load_study(study_name="cfg", storage=url)
+    assert study.metric_names == ["prose", "cost"]
+    calibration, *others = study.trials
+    assert calibration.values is None and calibration.user_attrs["passkey"] > 0
+    assert all(len(trial.values) == 2 for trial in others)
 
 
 def test_layers_that_come_in_one_at_a_time_give_the_same(small, tiny_model, tmp_path):

@@ -8,10 +8,13 @@ from typing import Annotated
 from pydantic import Field
 
 from artifacts.cli.options import CommandConfig
-from search.model.config import PAPER_BUDGET, PAPER_LENGTH
+
+# Defaults of --preset paper.
+PAPER_LENGTH = 30_000
+PAPER_BUDGET = "a_shape:1024,4096"
 
 
-class HeadSearch(CommandConfig):
+class PaperSearch(CommandConfig):
     """Config of the search; the defaults are the paper's.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The published search's space, budgets, ChangeSpace and winners."""
+"""The space, budgets, ChangeSpace and winners of MInference's search."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ import torch
 from artifacts import HeadwiseError
 from kernels.index import with_dense_tail
 from kernels.patterns import KINDS, Inputs, largest
-from search.model.config import PAPER_BUDGET, PAPER_LENGTH
-from search.published.search import choose
-from search.published.space import (
-    SPACE,
-    bounds,
-    change_space,
-    moved,
-    sizes,
-    target_tiles,
-)
+from search.paper import SPACE, bounds, change_space, choose, moved, sizes, target_tiles
+from search.paper_config import PAPER_BUDGET, PAPER_LENGTH
 
 
 def test_the_space_is_the_papers():
