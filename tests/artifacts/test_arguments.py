@@ -37,7 +37,7 @@ class Config:
         either="total",
         read=lambda text: tuple(map(int, text.split(","))),
     )
-    at_most: int = option("so many", default=3, within=at_least(1))
+    at_most: int = option("how many", default=3, within=at_least(1))
     tasks: tuple[str, ...] = shared(arguments.add_task, "what is asked", default=("prose",))
     dtype: str = shared(arguments.add_dtype, default="auto")
     picture: bool = shared(arguments.add_picture, default=True)
@@ -58,16 +58,16 @@ def parsed(words: str) -> Config:
     return config_of(Config, vars(parser().parse_args(words.split())), command="typed")
 
 
-def test_what_is_typed_has_the_fields_types_and_the_rest_its_defaults() -> None:
+def test_config_of_parsed_options_has_types_and_defaults() -> None:
     config = parsed("a.yaml --target-share 0.5")
     assert config == Config(file=Path("a.yaml"), share=0.5, command="typed")
     config = parsed("a.yaml --by-hand 1,2 --at-most 4 --task a --task b --no-picture --dtype bf16")
     assert (config.layers, config.at_most, config.dtype) == ((1, 2), 4, "bfloat16")
     assert (config.tasks, config.picture) == (("a", "b"), False)
-    assert "so many (default 3)" in parser().format_help()
+    assert "how many (default 3)" in parser().format_help()
 
 
-def test_a_parser_can_have_some_of_the_fields_only() -> None:
+def test_add_arguments_of_some_fields_adds_no_others() -> None:
     p = parser("at_most", "tasks")
     assert vars(p.parse_args(["--at-most", "4"])) == {"at_most": 4, "tasks": None}
     with pytest.raises(SystemExit):
@@ -82,7 +82,7 @@ def test_a_parser_can_have_some_of_the_fields_only() -> None:
         ("--target-share 0.5 --at-most 0", "--at-most must be at least 1, got 0"),
     ],
 )
-def test_a_value_out_of_its_range_is_named_as_it_was_typed(words: str, says: str) -> None:
+def test_check_ranges_names_the_option_and_its_value(words: str, says: str) -> None:
     with pytest.raises(HeadwiseError, match=says):
         parsed(f"a.yaml {words}")
 
@@ -98,7 +98,7 @@ def test_a_value_out_of_its_range_is_named_as_it_was_typed(words: str, says: str
         ("--target-share 0.5 --json=", "argument --json: cannot write ''"),
     ],
 )
-def test_what_argparse_refuses_is_one_line(
+def test_parser_error_is_one_line(
     words: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -108,7 +108,7 @@ def test_what_argparse_refuses_is_one_line(
     assert says in err and "--help)" in err
 
 
-def test_json_takes_no_artifact_for_its_file(
+def test_json_before_an_artifact_prints_to_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_json_takes_no_artifact_for_its_file(
     assert parsed(f"{rest} -- --json").file == Path("--json")
 
 
-def test_deliver(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deliver_writes_text_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments.deliver("text", {"a": 1}, None)
     assert capsys.readouterr().out == "text\n"
     arguments.deliver("text", {"a": 1}, arguments.STDOUT)
@@ -129,7 +129,7 @@ def test_deliver(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((tmp_path / "out.json").read_text()) == {"a": str(tmp_path)}
 
 
-def test_verbosity_lasts_for_one_command_line() -> None:
+def test_verbosity_is_reset_by_the_next_command_line() -> None:
     words = ["cfg.yaml", "--target-share", "0.5"]
     log = logging.getLogger("headwise")
     try:
@@ -141,7 +141,7 @@ def test_verbosity_lasts_for_one_command_line() -> None:
     assert (command.verbosity, log.level) == (0, logging.NOTSET)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_installed_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(["--version"])
     assert ended.value.code == 0
