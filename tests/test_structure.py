@@ -30,7 +30,10 @@ def test_every_module_has_a_docstring():
 
 
 def test_code_is_in_known_folders():
-    hidden = {path for path in ROOT.iterdir() if path.name.startswith(".") or path.name == "build"}
+    generated = ("build", "mutants")
+    hidden = {
+        path for path in ROOT.iterdir() if path.name.startswith(".") or path.name in generated
+    }
     folders = {
         path.name
         for path in ROOT.iterdir()
