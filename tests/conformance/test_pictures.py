@@ -11,7 +11,6 @@ from artifacts import Decode, OmniKV
 from profiling.models.loading import load_model
 from profiling.pictures.registry import Source, pictures
 from profiling.prompts.prompt import make_prompts
-from tests.artifacts.conftest import build_every_kind
 from tests.profiling.conftest import folder, searched, sketched
 from tests.profiling.pictures import random_profile, texts_outside
 
@@ -28,13 +27,13 @@ def sources(searched) -> dict[str, Source]:
     model, config = str(searched / "tiny"), searched / "cfg.yaml"
     loaded = load_model(model, dtype="float32")
     prompt = make_prompts("passkey", loaded.tokenizer, length=300, samples=1, seed=0)[0]
-    artifact, arrays = build_every_kind()
+    artifact, arrays = artifacts.load_pair(config)
     decode = Decode(omnikv=OmniKV(filter_layers=(1, 4), budget=9))
     return {
-        "artifact": Source(command="headwise plot", artifact=artifact, arrays=arrays),
+        "artifact": Source(command="headwise plot", artifact=artifact, arrays=arrays, head=(1, 2)),
         "model": Source(
             command="headwise heatmaps",
-            artifact=artifacts.load(config),
+            artifact=artifact,
             loaded=loaded,
             prompt=prompt,
             prompt_name="passkey",
