@@ -30,7 +30,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.command import run_command
+from artifacts.cli.parser import ArgumentParser
 from profiling.prompts.kind import Prompt
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import make_prompts

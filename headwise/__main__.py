@@ -1,7 +1,13 @@
-"""The command headwise: a table of verbs, whose modules are imported when they are called."""
+"""The command headwise: a table of verbs, whose modules are imported when they are called.
+
+A verb's module has `Config`, its options (artifacts.cli.options), and `run(config)`, which prints
+and returns the exit status: 0 success, 3 a finding. Its docstring starts the help page, EXAMPLES
+ends it. A mistake of the user is a HeadwiseError, with status 2.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -9,11 +15,12 @@ from importlib import import_module
 from typing import Any
 
 from artifacts import HeadwiseError
-from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.command import one_process, run_command
 from artifacts.cli.interrupt import while_importing
+from artifacts.cli.parser import ArgumentParser, read
+from artifacts.cli.parser import parser_of as make_parser
 
-# Group -> verb -> (module, description). A module of several verbs takes the verb as its first
-# word.
+# Group -> verb -> (module, description).
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "every day": {
         "doctor": (
@@ -29,7 +36,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "profiling.evaluate",
             "artifacts and methods side by side: tasks, perplexity, speed, as one page",
         ),
-        "show": ("artifacts", "an artifact to read"),
+        "show": ("artifacts.commands.show", "an artifact to read"),
         "check": (
             "runtime.vllm.check",
             "whether vLLM would serve an artifact, and if not, why not",
@@ -57,17 +64,18 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "bench": ("profiling.bench", "prefill by the kernels against torch's"),
     },
     "artifacts": {
-        "validate": ("artifacts", "whether its files are whole and the record valid"),
-        "diff": ("artifacts", "what changed from one to another"),
-        "convert": ("artifacts", "other tools' files of head patterns, both ways"),
-        "schema": ("artifacts", "the JSON Schema, with what every field means"),
-        "sign": ("artifacts", "a signature beside an artifact"),
-        "verify": ("artifacts", "whether it is from whom it should be"),
+        "validate": (
+            "artifacts.commands.validate",
+            "whether its files are whole and the record valid",
+        ),
+        "diff": ("artifacts.commands.diff", "what changed from one to another"),
+        "convert": ("artifacts.commands.convert", "other tools' files of head patterns, both ways"),
+        "schema": ("artifacts.commands.schema", "the JSON Schema, with what every field means"),
+        "sign": ("artifacts.commands.sign", "a signature beside an artifact"),
+        "verify": ("artifacts.commands.verify", "whether it is from whom it should be"),
     },
 }
 VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}
-# Modules with several verbs.
-SHARED = frozenset(("artifacts",))
 _EPILOG = """\
 headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2
 for bad input, and 3 for a finding, such as a gate that fails.
@@ -99,13 +107,9 @@ def parser() -> ArgumentParser:
 
 def parser_of(verb: str) -> ArgumentParser:
     """The command line of a verb."""
-    module = VERBS[verb]
-    made: ArgumentParser
-    if module in SHARED:
-        made = _module(module).parser_of(verb)
-    else:
-        made = _module(module).parser()
-    return made
+    module: Any = import_module(VERBS[verb])
+    examples = getattr(module, "EXAMPLES", None)
+    return make_parser(module.Config, f"headwise {verb}", module.__doc__, examples)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,8 +128,18 @@ def main(argv: list[str] | None = None) -> int:
         else:
             hint = "headwise --help lists them"
         raise HeadwiseError(f"there is no command {verb!r}: {hint}")
-    module = VERBS[verb]
-    return int(_module(module).main([verb, *words] if module in SHARED else words) or 0)
+    module: Any = import_module(VERBS[verb])
+    config = read(parser_of(verb), module.Config, words, _typed(verb, words))
+    if not module.Config.shares_work:
+        one_process(f"headwise {verb}")
+    return int(module.run(config))
+
+
+def _typed(verb: str, words: list[str]) -> str:
+    """The command line for records, without passwords."""
+    from search.study import without_password
+
+    return f"headwise {verb} {shlex.join(map(without_password, words))}".rstrip()
 
 
 def start() -> None:
@@ -133,14 +147,10 @@ def start() -> None:
     with while_importing():
         for word in sys.argv[1:]:
             if word in VERBS:
-                _module(VERBS[word])
+                import_module(VERBS[word])
             if not word.startswith("-"):
                 break
     run_command(main)
-
-
-def _module(name: str) -> Any:
-    return import_module(f"{name}.__main__" if name in SHARED else name)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from artifacts.cli.command import ArgumentParser
+from artifacts.cli.parser import ArgumentParser
 from headwise.__main__ import GROUPS, parser_of
 
 _INTRO = """\

@@ -60,6 +60,7 @@ def search(
             dtype=dtype_of(model),
             device=device_of(model),
             max_memory=None,
+            preset=None,
             command=_call("search", {"out": str(out), **options}),
         )
         return run(config, loaded)
@@ -82,7 +83,7 @@ def gate(
         artifact: the YAML file.
         name: of the model, in an artifact that is written for it; None for its own.
         revision: of the model on the hub; None for the one that it was loaded from.
-        options: fields of search.gate.GateConfig and of its limits, such as length=4096,
+        options: fields of search.gate.Config and of its limits, such as length=4096,
             max_kl=0.1; out="new.yaml" writes an artifact that passes for this model.
 
     Returns:
@@ -95,18 +96,19 @@ def gate(
     from artifacts.cli.options import config_by_name
     from profiling.models.device import device_of, dtype_of
     from profiling.models.given import given_model
-    from search.gate import GateConfig, run
+    from search.gate import Config, measure
 
     with given_model(model, tokenizer, name=name, revision=revision) as loaded:
         config = config_by_name(
-            GateConfig,
+            Config,
             options,
             config=Path(artifact),
             model=loaded.name,
             dtype=dtype_of(model),
             device=device_of(model),
+            as_json=None,
         )
-        return run(config, loaded)
+        return measure(config, loaded)
 
 
 def evaluate(

@@ -7,34 +7,22 @@ Prefill by torch's attention, by Headwise over every key, and by Headwise with p
 
 from __future__ import annotations
 
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.arguments import STDOUT, Json, deliver_json
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.options import add_arguments, config_of
 from profiling.speed.config import Bench
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise bench."""
-    p = ArgumentParser(prog="headwise bench", description=__doc__)
-    add_arguments(p, Bench)
-    arguments.add_json(p)
-    return p
+class Config(Bench):
+    """The measurement, and where its record goes."""
+
+    as_json: Json = None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    options = parser().parse_args(argv)
-    config = config_of(Bench, vars(options))
-    command = arguments.as_typed("bench", argv)
+def run(config: Config) -> int:
+    """Measure, and print a line for each size."""
     with while_importing():
         from profiling.models.device import settled
-        from profiling.speed.run import run
-    config = settled(config)
-    record = run(config, command, show=options.json != arguments.STDOUT)
-    arguments.deliver_json(record, options.json)
+        from profiling.speed.run import run as compare
+    record = compare(settled(config), show=config.as_json != STDOUT)
+    deliver_json(record, config.as_json)
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -13,51 +13,40 @@ whatever context the model was trained for; quality on prompts.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.arguments import STDOUT, Fresh, Json, deliver
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.options import add_arguments, config_of
 from profiling.decoding.config import Comparison
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise decode."""
-    p = ArgumentParser(prog="headwise decode", description=__doc__)
-    add_arguments(p, Comparison)
-    arguments.add_json(p)
-    arguments.add_fresh(p)
-    return p
+class Config(Comparison):
+    """The comparison, where its record goes, and whether it starts anew."""
+
+    as_json: Json = None
+    fresh: Fresh = False
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    options = parser().parse_args(argv)
-    config = config_of(Comparison, vars(options))
+def run(config: Config) -> int:
+    """Compare, and print the table."""
     with while_importing():
-        from profiling.decoding.run import run
+        from profiling.decoding.run import run as compare
         from profiling.decoding.table import table
         from profiling.ledger import Ledger
         from profiling.prompts.held_out import overlap_sentence
+    file = config.as_json
     # The resume file is next to the output file; timed rounds are always measured again.
-    resumable = isinstance(options.json, Path) and options.json != arguments.STDOUT
     with (
-        Ledger(options.json, "decode", fresh=options.fresh)
-        if resumable
+        Ledger(file, "decode", fresh=config.fresh)
+        if file is not None and file != STDOUT
         else nullcontext() as ledger
     ):
-        rows, record = run(config, ledger)
-        record = {"command": arguments.as_typed("decode", argv), **record}
+        rows, record = compare(config, ledger)
+        record = {"command": config.command, **record}
         lines = [
             table(rows, record["all_seconds"], config.trials),
             *(overlap_sentence(**each) for each in record["seen_by_search"]),
         ]
-        arguments.deliver("\n".join(lines), record, options.json)
+        deliver("\n".join(lines), record, file)
         if ledger is not None:
             ledger.remove()
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -12,17 +12,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import distributions
 from statistics import median
 from typing import Any
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.command import FOUND, ArgumentParser, run_command
+from artifacts.cli.arguments import (
+    STDOUT,
+    Device,
+    Dtype,
+    Json,
+    ModelName,
+    Revision,
+    deliver_json,
+)
+from artifacts.cli.command import FOUND
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.options import add_arguments, config_of, shared
+from artifacts.cli.options import CommandConfig
 from artifacts.errors import one_line
 from artifacts.page.layout import aligned
 from profiling.speed.config import Size
@@ -37,14 +44,14 @@ _DENSITIES = {4096: 0.32, 8192: 0.21}
 PREFILLS = 46
 
 
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
+class Config(CommandConfig):
     """The model to estimate times for, and where it is to run."""
 
-    model: str | None = shared(arguments.add_model, required=False, default=None)
-    revision: str | None = shared(arguments.add_revision, default=None)
-    device: str = shared(arguments.add_device, default="auto")
-    dtype: str = shared(arguments.add_dtype, default="auto")
+    model: ModelName | None = None
+    revision: Revision = None
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    as_json: Json = None
 
 
 def facts() -> Iterator[tuple[str, str, str | None]]:
@@ -151,22 +158,13 @@ def estimates(text: Any, timed: int, layer_s: float, attention: Any) -> list[dic
     return list(rows.values())
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise doctor."""
-    p = ArgumentParser(prog="headwise doctor", description=__doc__)
-    add_arguments(p, Doctor)
-    arguments.add_json(p)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: 0 if all is well, 3 if something is wrong."""
-    options = parser().parse_args(argv)
+def run(config: Config) -> int:
+    """Report: 0 if all is well, 3 if something is wrong."""
     load = os.getloadavg()[0]
     with while_importing():
         from profiling.models.device import settled
         from profiling.models.loading import load_config, name_of
-    config = settled(config_of(Doctor, vars(options)))
+    config = settled(config)
     text = None
     if config.model is not None:
         text = load_config(config.model, revision=config.revision).get_text_config(decoder=True)
@@ -175,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def show(part: str, line: str) -> None:
         report[part] = line
-        if options.json != arguments.STDOUT:
+        if config.as_json != STDOUT:
             print(f"{part:<12}{line}", flush=True)
 
     for part, fact, fault in facts():
@@ -192,9 +190,5 @@ def main(argv: list[str] | None = None) -> int:
         noise = f"load average {load:.1f}, rounds differ by {max(seconds) / min(seconds):.1f}x"
         title = f"{name}, within a factor of two on a quiet machine ({noise})"
         show("times", "\n".join([title, *aligned(rows)]))
-    arguments.deliver_json(report, options.json)
+    deliver_json(report, config.as_json)
     return FOUND if wrong else 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -12,34 +12,17 @@ headwise evaluate cfg.yaml --model smollm2 --length 8192 --speed-only --out repo
 
 from __future__ import annotations
 
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.options import add_arguments, config_of
-from profiling.evaluation.config import Config
+from profiling.evaluation.config import Config as Config
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise evaluate."""
-    p = ArgumentParser(prog="headwise evaluate", description=__doc__)
-    add_arguments(p, Config)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    options = vars(parser().parse_args(argv))
-    command = arguments.as_typed("evaluate", argv)
-    config = config_of(Config, options, command=command)
+def run(config: Config) -> int:
+    """Evaluate, and print the report as Markdown."""
     with while_importing():
         from profiling.evaluation.measure import OUTPUT
         from profiling.evaluation.report import PAGE, markdown
-        from profiling.evaluation.run import run
-    record = run(config)
+        from profiling.evaluation.run import run as evaluate
+    record = evaluate(config)
     print(markdown(record))
     print(f"\nwrote {config.out / PAGE} and {config.out / OUTPUT}")
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -22,12 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from artifacts import Artifact, HeadwiseError, load_pair
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.options import add_arguments, config_of
 from artifacts.files import check_writable, out_folder
-from profiling.pictures.config import Heatmaps
+from profiling.pictures.config import Heatmaps as Config
 from profiling.pictures.registry import Source, pictures
 from profiling.similarities.config import DEFAULT_LENGTH, SimilarityConfig
 from profiling.similarities.similarity_profile import Profile, load_profile, save_profile
@@ -37,14 +34,14 @@ if TYPE_CHECKING:
     from profiling.prompts.prompt import Prompt
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise heatmaps."""
-    p = ArgumentParser(prog="headwise heatmaps", description=__doc__)
-    add_arguments(p, Heatmaps)
-    return p
+def run(config: Config) -> int:
+    """Draw, and print the files."""
+    for path in draw(config):
+        print(path)
+    return 0
 
 
-def run(config: Heatmaps) -> list[Path]:
+def draw(config: Config) -> list[Path]:
     """Draw into the folder `config.out` and return the files.
 
     Raises:
@@ -113,7 +110,7 @@ def _check_profile(profile: Profile, artifact: Artifact | None) -> None:
         )
 
 
-def _prompt(config: Heatmaps, loaded: LoadedModel) -> tuple[Prompt, str]:
+def _prompt(config: Config, loaded: LoadedModel) -> tuple[Prompt, str]:
     """Make the prompt; return it with a description."""
     from profiling.prompts.prompt import digest, make_prompts, parse_task
     from runtime.layers import text_config
@@ -126,16 +123,3 @@ def _prompt(config: Heatmaps, loaded: LoadedModel) -> tuple[Prompt, str]:
     name = parse_task(config.task).name
     tokens = len(prompt.input_ids)
     return prompt, f"prompt: {name}, {tokens} tokens, seed {config.seed} ({digest([prompt])[:8]})"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    options = vars(parser().parse_args(argv))
-    command = arguments.as_typed("heatmaps", argv)
-    for path in run(config_of(Heatmaps, options, command=command)):
-        print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -5,11 +5,13 @@ headwise lm-eval --model headwise --model_args pretrained=smollm2,config=cfg.yam
 
 from __future__ import annotations
 
+import argparse
 import sys
+from typing import Annotated, ClassVar
 
-from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import Arg, CommandConfig
 
-_EPILOG = """\
+EXAMPLES = """\
 --model_args of the model `headwise` are those of the harness's `hf`, and
   pretrained        also smollm2 and gemma3, from their packages
   config            the artifact, or `dense` for the model's own attention
@@ -18,18 +20,18 @@ _EPILOG = """\
 """
 
 
-def parser() -> ArgumentParser:
-    """Text of `headwise --help` and docs/commands.md; the arguments are the harness's."""
-    return ArgumentParser(
-        prog="headwise lm-eval",
-        usage="headwise lm-eval [lm-eval's arguments]",
-        description=__doc__,
-        epilog=_EPILOG,
-        add_help=False,
-    )
+class Config(CommandConfig):
+    """The harness's command line, which its own parser reads."""
+
+    # The harness distributes its work itself.
+    shares_work: ClassVar[bool] = True
+    words: Annotated[
+        tuple[str, ...],
+        Arg("of the harness", (), metavar="lm-eval's arguments", nargs=argparse.REMAINDER),
+    ]
 
 
-def main(argv: list[str] | None = None) -> int:
+def run(config: Config) -> int:
     """Hand the command line to the harness, with our model registered.
 
     Raises:
@@ -41,13 +43,9 @@ def main(argv: list[str] | None = None) -> int:
 
     # The harness's parser reads the process's own words.
     before = sys.argv
-    sys.argv = ["lm_eval", *(sys.argv[1:] if argv is None else argv)]
+    sys.argv = ["lm_eval", *config.words]
     try:
         cli_evaluate()
     finally:
         sys.argv = before
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -2,40 +2,62 @@
 
 patterns     kind of each head's pattern (color) and its recall (shade)
 
+candidates   of --head: loss of each candidate of the search by its cost, the chosen one marked
+
     headwise plot cfg.yaml --out cfg
+    headwise plot cfg.yaml --head 3.5 --out head
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import model_validator
 
 from artifacts import HeadwiseError, load_pair
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, config_of, option, shared
+from artifacts.cli.arguments import ArtifactFile, Out
+from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import one_line
 from artifacts.files import check_writable
+from profiling.pictures.config import Head
 from profiling.pictures.registry import Source, pictures
 
 _PICTURES = pictures("artifact")
 _SUFFIXES = (".png", ".svg", ".csv")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """Options of a picture."""
+class Config(CommandConfig):
+    """Options of a picture; None takes the one of a head, if one is given, or of all."""
 
-    config: Path = shared(arguments.add_artifact)
-    out: Path = shared(
-        arguments.add_out, "stem of the .png, .svg and .csv to write", metavar="STEM"
-    )
-    picture: str = option(
-        "what to draw (default patterns)", default="patterns", choices=tuple(_PICTURES)
-    )
+    config: ArtifactFile
+    out: Annotated[Out, Arg("stem of the .png, .svg and .csv to write", metavar="STEM")]
+    picture: Annotated[
+        str | None,
+        Arg("what to draw (default patterns; candidates with --head)", choices=tuple(_PICTURES)),
+    ] = None
+    head: Annotated[Head, Arg("head, as layer.head, such as 12.5")] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.name == "candidates") != (self.head is not None):
+            raise HeadwiseError("--head goes with the picture candidates, which needs it")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Name of the picture that is drawn."""
+        return self.picture or ("patterns" if self.head is None else "candidates")
 
 
-def run(config: Plot) -> list[Path]:
+def run(config: Config) -> int:
+    """Draw the picture, and print its files."""
+    for path in draw(config):
+        print(one_line(str(path)))
+    return 0
+
+
+def draw(config: Config) -> list[Path]:
     """Draw the picture and return its files.
 
     Raises:
@@ -52,24 +74,6 @@ def run(config: Plot) -> list[Path]:
         stem = stem.with_suffix("")
     for suffix in _SUFFIXES:
         check_writable(stem.with_name(stem.name + suffix))
-    source = Source(artifact=artifact, arrays=arrays)
-    drawings = _PICTURES[config.picture].draw(source)
+    source = Source(artifact=artifact, arrays=arrays, head=config.head)
+    drawings = _PICTURES[config.name].draw(source)
     return [path for drawing in drawings for path in drawing.write(stem)]
-
-
-def parser() -> ArgumentParser:
-    """The command line of headwise plot."""
-    p = ArgumentParser(prog="headwise plot", description=__doc__)
-    add_arguments(p, Plot)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    for path in run(config_of(Plot, vars(parser().parse_args(argv)))):
-        print(one_line(str(path)))
-    return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,6 +1,6 @@
 """Ranks of torchrun that share a command's work: who does what, and shared results.
 
-    torchrun --nproc_per_node 8 -m search.heads --model M --out cfg.yaml
+    torchrun --nproc_per_node 8 -m headwise search --model M --out cfg.yaml
 
 Without torchrun there is one rank, and torch.distributed is not initialized.
 """

@@ -12,37 +12,29 @@ headwise similarity --model smollm2 --out profile/ --task multi_hop:novel.txt --
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.arguments import Out
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.options import add_arguments, config_of
+from artifacts.cli.options import Arg
 from profiling.similarities.config import SimilarityConfig
 from profiling.similarities.similarity_profile import FILE
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise similarity."""
-    p = ArgumentParser(prog="headwise similarity", description=__doc__)
-    arguments.add_out(p, f"folder for {FILE} and a CSV for each array", metavar="FOLDER")
-    add_arguments(p, SimilarityConfig)
-    return p
+class Config(SimilarityConfig):
+    """The measurement, and the folder of its profile."""
+
+    out: Annotated[Out, Arg(f"folder for {FILE} and a CSV for each array", metavar="FOLDER")]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    options = vars(parser().parse_args(argv))
-    out = options.pop("out")
+def run(config: Config) -> int:
+    """Measure, and print a line for each task."""
     start = time.perf_counter()
-    command = arguments.as_typed("similarity", argv)
-    config = config_of(SimilarityConfig, options, command=command)
     with while_importing():
-        from profiling.similarities.run import report, run
-    profile = run(config, out)
+        from profiling.similarities.run import report
+        from profiling.similarities.run import run as measure
+    profile = measure(config, config.out)
     print(report(profile))
-    print(f"wrote {out / FILE} and a CSV for each array in {time.perf_counter() - start:.0f} s")
+    seconds = time.perf_counter() - start
+    print(f"wrote {config.out / FILE} and a CSV for each array in {seconds:.0f} s")
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -11,28 +11,18 @@ to resume: finished blocks of tokens are kept, and the caches are filled again.
 
 from __future__ import annotations
 
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.options import add_arguments, config_of
-from profiling.streams.config import RECOMPUTED, StreamConfig
+from profiling.streams.config import RECOMPUTED
+from profiling.streams.config import StreamConfig as Config
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise stream."""
-    p = ArgumentParser(prog="headwise stream", description=__doc__)
-    add_arguments(p, StreamConfig)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    options = vars(parser().parse_args(argv))
-    config = config_of(StreamConfig, options, command=arguments.as_typed("stream", argv))
+def run(config: Config) -> int:
+    """Stream through every method, and print the table."""
     with while_importing():
         from profiling.streams.report import table
-        from profiling.streams.run import OUTPUT, run
-    rows, record = run(config)
+        from profiling.streams.run import OUTPUT
+        from profiling.streams.run import run as stream
+    rows, record = stream(config)
     print(table(rows))
     if repeats := record["settings"]["repeats"]:
         print(f"the text is shorter than the stream: it was repeated {repeats} times")
@@ -43,7 +33,3 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(f"wrote {config.out / OUTPUT}")
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
+from artifacts.cli.arguments import Length, ModelName, Seed, Task
+from artifacts.cli.options import Arg, CommandConfig
 from profiling.prompts.kind import TaskSpec
 from profiling.prompts.prompt import KINDS, Prompt, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskPrompts:
+class Config(CommandConfig):
     """The prompts to show; without a task the command lists all tasks."""
 
-    task: str | None = shared(
-        arguments.add_task,
-        "make prompts of this task, such as passkey@depth=0.5",
-        several=False,
-        default=None,
-    )
-    model: str = shared(
-        arguments.add_model,
-        "whose tokenizer to use (default smollm2)",
-        required=False,
-        default="smollm2",
-    )
-    length: int = shared(
-        arguments.add_length,
-        "tokens of a prompt (default %(default)s)",
-        default=1024,
-        within=at_least(1),
-    )
-    samples: int = option("how many prompts", default=1, within=at_least(1))
-    seed: int = shared(arguments.add_seed, default=0)
-    markdown: bool = option(
-        "list the tasks as the tables of docs/tasks.md", default=False, action="store_true"
-    )
-    ends: bool = option(
-        "show the start and the end of a prompt only",
-        default=False,
-        action="store_true",
-    )
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    task: Annotated[Task | None, Arg("make prompts of this task, such as passkey@depth=0.5")] = None
+    model: Annotated[ModelName, Arg("whose tokenizer to use (default smollm2)")] = "smollm2"
+    length: Annotated[Length, Arg("tokens of a prompt (default 1024)"), Field(ge=1)] = 1024
+    samples: Annotated[int, Arg("how many prompts"), Field(ge=1)] = 1
+    seed: Seed = 0
+    markdown: Annotated[bool, Arg("list the tasks as the tables of docs/tasks.md")] = False
+    ends: Annotated[bool, Arg("show the start and the end of a prompt only")] = False
 
 
 def listing() -> str:
@@ -109,21 +83,13 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
     return "\n".join(lines)
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise tasks."""
-    p = ArgumentParser(prog="headwise tasks", description=__doc__)
-    add_arguments(p, TaskPrompts)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    config = config_of(TaskPrompts, vars(parser().parse_args(argv)))
+def run(config: Config) -> int:
+    """List the tasks, or print prompts of one."""
     if config.task is None:
         if config.markdown:
             print(markdown_tables())
             return 0
-        if argv or (argv is None and sys.argv[1:]):
+        if config.model_fields_set:
             raise HeadwiseError("say which task to show: --task TASK")
         print(listing())
         return 0
@@ -147,7 +113,3 @@ def _described(kind: TaskSpec) -> str:
     ]
     lines += [f"    {parameter.name}: {parameter.says}" for parameter in kind.parameters]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -8,15 +8,15 @@ them is a matter of minutes on this machine, by a quick measurement, else 4,096;
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
-from artifacts.cli import arguments
-from artifacts.cli.command import FOUND, ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, check_ranges, config_of, shared
+from artifacts.cli.arguments import Length, ModelName, Out
+from artifacts.cli.command import FOUND
+from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import shorten
 from artifacts.files import out_folder
 from kernels.index import TILE
@@ -53,36 +53,22 @@ PASSKEY_LENGTH = 4096
 _SEED = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demo:
+class Config(CommandConfig):
     """Config of the demo, and the folder of its files.
 
     Attributes:
         length: tokens of the prompts; None chooses it by the speed of the machine.
     """
 
-    out: Path = shared(
-        arguments.add_out,
-        "folder for the artifact and the picture",
-        metavar="FOLDER",
-    )
-    model: str = shared(
-        arguments.add_model,
-        "as for headwise search (default smollm2)",
-        required=False,
-        default=_MODEL,
-    )
-    length: int | None = shared(
-        arguments.add_length,
-        "tokens of the prompt (default: 8192 where that takes minutes, else 4096)",
-        default=None,
-    )
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    out: Annotated[Out, Arg("folder for the artifact and the picture", metavar="FOLDER")]
+    model: Annotated[ModelName, Arg("as for headwise search (default smollm2)")] = _MODEL
+    length: Annotated[
+        Length | None,
+        Arg("tokens of the prompt (default: 8192 where that takes minutes, else 4096)"),
+    ] = None
 
 
-def run(config: ModelSearch, loaded: LoadedModel) -> bool:
+def demonstrate(config: ModelSearch, loaded: LoadedModel) -> bool:
     """Search, apply and compare; everything lands in the folder of `config.out`.
 
     Returns:
@@ -184,41 +170,31 @@ def _sized(config: ModelSearch, loaded: LoadedModel) -> ModelSearch:
     budget = None
     if config.model == _MODEL and length == _LENGTHS[1]:
         budget = _SHORT_BUDGET
-    return replace(config, length=length, budget=budget)
+    return config.replace(length=length, budget=budget)
 
 
 def _command(config: ModelSearch) -> str:
     """The same search as a command."""
     budget = ""
     if config.budget is not None:
-        budget = f" --budget {config.budget:g}"
+        budget = f" --budget {config.share:g}"
     return (
         f"headwise search --model {config.model} --length {config.length}{budget} "
         f"--out {config.out}"
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command."""
-    demo = config_of(Demo, vars(parser().parse_args(argv)))
-    config = settled(ModelSearch(model=demo.model, out=demo.out / "cfg.yaml", length=demo.length))
-    if config.device == "cpu":
+def run(config: Config) -> int:
+    """Run the demo: 3 where the artifact is not proven faster."""
+    search = settled(
+        ModelSearch(model=config.model, out=config.out / "cfg.yaml", length=config.length)
+    )
+    if search.device == "cpu":
         # The first use compiles the kernels, meanwhile the weights are converted.
         threading.Thread(target=build.load, daemon=True).start()
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    if demo.length is None:
-        config = _sized(config, loaded)
-    if run(replace(config, command=_command(config)), loaded):
+    loaded = load_model(search.model, dtype=search.dtype, device=search.device)
+    if config.length is None:
+        search = _sized(search, loaded)
+    if demonstrate(search.replace(command=_command(search)), loaded):
         return 0
     return FOUND
-
-
-def parser() -> ArgumentParser:
-    """The command line of headwise demo."""
-    p = ArgumentParser(prog="headwise demo", description=__doc__)
-    add_arguments(p, Demo)
-    return p
-
-
-if __name__ == "__main__":
-    run_command(main)

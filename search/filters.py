@@ -11,51 +11,25 @@ stay as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from math import ceil
 from typing import Any
 
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, config_of
-from profiling.similarities.config import SimilarityConfig
-from search.decode.filter_search import FilterResult, FilterSearch, run
-
-# Options of the similarity that is measured; the model is the search's own.
-_MEASURED = ("tasks", "length", "samples", "steps", "seed", "dtype", "device")
+from artifacts.cli.arguments import Json, deliver
+from search.decode.filter_search import FilterResult, FilterSearch
+from search.decode.filter_search import run as find_filters
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise filters."""
-    p = ArgumentParser(prog="headwise filters", description=__doc__)
-    add_arguments(p, FilterSearch)
-    add_arguments(p, SimilarityConfig, _MEASURED)
-    arguments.add_json(p)
-    return p
+class Config(FilterSearch):
+    """The search, and where its figures go."""
+
+    as_json: Json = None
 
 
-def config_from(options: dict[str, Any], command: str) -> FilterSearch:
-    """The search of a command line's options.
-
-    Raises:
-        HeadwiseError: a value that cannot be.
-    """
-    measured = config_of(SimilarityConfig, options, command=command)
-    config = config_of(FilterSearch, options, measured=measured)
-    if isinstance(config.budget, float) and measured.length:
-        measured = replace(measured, top_k=ceil(config.budget * measured.length))
-    return replace(config, measured=measured)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command."""
-    options = vars(parser().parse_args(argv))
-    command = arguments.as_typed("filters", argv)
-    config = config_from(options, command)
-    _, result = run(config)
+def run(config: Config) -> int:
+    """Search, and print the report."""
+    _, result = find_filters(config)
     then = f"next: headwise decode {config.out} --model {config.model}"
     text = f"{report(result)}\nwrote {config.out}\n{then}"
-    arguments.deliver(text, {"command": command, **record(result)}, options["json"])
+    deliver(text, {"command": config.command, **record(result)}, config.as_json)
     return 0
 
 
@@ -109,7 +83,3 @@ def report(result: FilterResult) -> str:
 def named(layers: Sequence[int]) -> str:
     """Layers with commas between."""
     return ", ".join(map(str, layers)) or "none"
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -17,15 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from artifacts import Artifact, Evidence, HeadwiseError, Verdict, load_pair
-from artifacts.cli import arguments
-from artifacts.cli.command import FOUND, ArgumentParser, one_process, run_command
-from artifacts.cli.options import add_arguments, config_of, nested, option, shared
+from artifacts.cli.arguments import (
+    TASKS,
+    ArtifactFile,
+    Device,
+    Dtype,
+    Json,
+    Length,
+    ModelName,
+    Out,
+    Seed,
+    Tasks,
+    deliver,
+)
+from artifacts.cli.command import FOUND, one_process
+from artifacts.cli.options import ADVANCED, Arg, CommandConfig
 from artifacts.files import check_writable
 from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
@@ -58,8 +70,7 @@ if TYPE_CHECKING:
 _NAMED = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class GateConfig:
+class Config(CommandConfig):
     """An artifact to check, and the prompts to check it on.
 
     Attributes:
@@ -68,32 +79,29 @@ class GateConfig:
             ones.
     """
 
-    config: Path = shared(arguments.add_artifact)
-    model: str = shared(arguments.add_model)
-    limits: Limits = nested(Limits)
-    out: Path | None = option(
-        "write the artifact for this model, with its fingerprint and evidence",
-        default=None,
-        metavar="FILE",
+    config: ArtifactFile
+    model: ModelName
+    limits: Limits = Field(default_factory=Limits)
+    out: Annotated[
+        Out | None, Arg("write the artifact for this model, with its fingerprint and evidence")
+    ] = None
+    tasks: Annotated[
+        Tasks | None, Arg(f"what is asked (default {' '.join(GATE_TASKS)}); {TASKS}; repeatable")
+    ] = None
+    length: Annotated[Length | None, Arg("tokens of a prompt (default: the searched length)")] = (
+        None
     )
-    tasks: tuple[str, ...] | None = shared(
-        arguments.add_task,
-        f"what is asked (default {' '.join(GATE_TASKS)})",
-        default=None,
-    )
-    length: int | None = shared(
-        arguments.add_length,
-        "tokens of a prompt (default: the searched length)",
-        default=None,
-    )
-    samples: int = option(
-        "four times as many contexts of each task, twice as many windows of a text",
-        default=1,
-        advanced=True,
-    )
-    seed: int = shared(arguments.add_seed, default=0)
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="auto")
+    samples: Annotated[
+        int,
+        Arg(
+            "four times as many contexts of each task, twice as many windows of a text",
+            group=ADVANCED,
+        ),
+    ] = 1
+    seed: Seed = 0
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    as_json: Json = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +128,7 @@ class GateResult:
         return self.fault is None and self.verdict.proven
 
 
-def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
+def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
     """Check an artifact against its limits; one that passes is written to `out` if that is set.
 
     Args:
@@ -192,7 +200,7 @@ def plans_of(artifact: Artifact, length: int) -> dict[int, LayerPlan]:
     return make_plans(artifact)
 
 
-def _length(config: GateConfig, artifact: Artifact) -> int:
+def _length(config: Config, artifact: Artifact) -> int:
     """The prompts' length: --length, or the searched length.
 
     Raises:
@@ -230,26 +238,16 @@ def _worst(
     return tuple(worst)
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise gate."""
-    p = ArgumentParser(prog="headwise gate", description=__doc__)
-    add_arguments(p, GateConfig)
-    arguments.add_json(p)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command: 0 where the artifact passes, 3 where it fails or too few were asked."""
-    options = vars(parser().parse_args(argv))
-    config = config_of(GateConfig, options)
-    result = run(config)
-    arguments.deliver(report(config, result), record(result), options["json"])
+def run(config: Config) -> int:
+    """Run the gate: 0 where the artifact passes, 3 where it fails or too few were asked."""
+    result = measure(config)
+    deliver(report(config, result), record(result), config.as_json)
     if result.passes:
         return 0
     return FOUND
 
 
-def report(config: GateConfig, result: GateResult) -> str:
+def report(config: Config, result: GateResult) -> str:
     """The verdict, then a line for each task, then the file that was written."""
     if result.fault is not None:
         headline = f"fails: {result.fault}"
@@ -287,7 +285,3 @@ def record(result: GateResult) -> dict[str, Any]:
         "heads": result.heads,
         "left_out": result.left_out,
     }
-
-
-if __name__ == "__main__":
-    run_command(main)

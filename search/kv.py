@@ -13,31 +13,26 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, config_of
-from search.decode.kv_search import KVResult, KVSearch, run
+from artifacts.cli.arguments import Json, deliver
+from search.decode.kv_search import KVResult, KVSearch
+from search.decode.kv_search import run as find_budgets
 
 
-def parser() -> ArgumentParser:
-    """The command line of headwise kv."""
-    p = ArgumentParser(prog="headwise kv", description=__doc__)
-    add_arguments(p, KVSearch)
-    arguments.add_json(p)
-    return p
+class Config(KVSearch):
+    """The search, and where its figures go."""
+
+    as_json: Json = None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command."""
-    options = vars(parser().parse_args(argv))
-    command = arguments.as_typed("kv", argv)
-    config = config_of(KVSearch, options)
-    _, result = run(config)
+def run(config: Config) -> int:
+    """Search, and print the report."""
+    _, result = find_budgets(config)
     then = f"headwise evaluate {config.out} --model {config.model} --out report/"
     text = (
-        f"{report(result)}\nwrote {config.out} ({command})\nnext, compare with other caches: {then}"
+        f"{report(result)}\nwrote {config.out} ({config.command})\n"
+        f"next, compare with other caches: {then}"
     )
-    arguments.deliver(text, {"command": command, **record(result)}, options["json"])
+    deliver(text, {"command": config.command, **record(result)}, config.as_json)
     return 0
 
 
@@ -84,7 +79,3 @@ def report(result: KVResult) -> str:
             "held-out prompts that decide (more --samples may show it)"
         )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    run_command(main)

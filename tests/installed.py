@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parent))
 from tiny_text_model import save_tiny
 
 SCRIPT = Path(sys.executable).with_name("headwise")
-SEARCH = (sys.executable, "-m", "search.heads", "--model", "model", "--out")
+SEARCH = (sys.executable, "-m", "headwise", "search", "--model", "model", "--out")
 
 
 def output(*command: str | Path, folder: Path) -> str:

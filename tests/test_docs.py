@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from artifacts.cli.command import ArgumentParser
+from artifacts.cli.parser import ArgumentParser
 from headwise.__main__ import VERBS, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -358,6 +358,8 @@ def parser_of_words(words: list[str]) -> tuple[ArgumentParser, list[str]] | None
     if "-m" in words:
         at = words.index("-m")
         name = words[at + 1]
+        if name == "headwise":
+            return parser_of(words[at + 2]), words[at + 3 :]
         if name.partition(".")[0] not in OURS:
             return None
         return import_module(name).parser(), words[at + 2 :]

@@ -12,7 +12,14 @@ ROOT = Path(__file__).parents[1]
 HEAVY = {"optuna", "matplotlib", "transformers", "triton", "vllm"}
 # Imports in one process after one another, and what none of them has loaded until then.
 LAZY = {
-    "artifacts.__main__": {"torch", "numpy", "safetensors", "transformers", "kernels", "runtime"},
+    "artifacts.commands.show": {
+        "torch",
+        "numpy",
+        "safetensors",
+        "transformers",
+        "kernels",
+        "runtime",
+    },
     # The plugin loads nothing before the engine asks.
     "runtime.vllm": {"torch", "vllm", "transformers"},
     "headwise": {"torch", "transformers", "search", "profiling"},

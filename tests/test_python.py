@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import artifacts
 import headwise
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 from headwise.loaded_models import _call
 from profiling.inside.capture import capture
 from profiling.inside.residual import ResidualStream
-from search import heads
 from tests.default_dtype import OTHERS, default_dtype
 from tests.tiny_text_model import save_tiny
 
@@ -101,7 +101,7 @@ def test_search_equals_the_command(whole, folder, tmp_path):
     words += ["--dtype", "float32"]
     for name, limit in LIMITS.items():
         words += [f"--{name.replace('_', '-')}", str(limit)]
-    assert heads.main(words) == 0
+    assert main(["search", *words]) == 0
     assert artifacts.load(tmp_path / "cfg.yaml").content_sha256 == whole.content_sha256
     assert whole.search is not None and f"length={LENGTH}" in whole.search.command
 
@@ -221,10 +221,10 @@ def test_residual_stream_of_a_wrapped_projection_equals_its_map(folder):
     [
         (headwise.search, {"budgets": 0.3}, "unknown option 'budgets'; known: "),
         (headwise.search, {"dtype": "float32"}, "unknown option 'dtype'"),
-        (headwise.search, {"length": "long"}, "length must be a whole number, got 'long'"),
+        (headwise.search, {"length": "long"}, "--length must be a whole number, got 'long'"),
         (headwise.search, {"samples": 0}, "--samples must be at least 1, got 0"),
-        (headwise.search, {"cost": "euros"}, "cost must be one of seconds, flops, got 'euros'"),
-        (headwise.search, {"max_kl": "low"}, "max_kl must be a number, got 'low'"),
+        (headwise.search, {"cost": "euros"}, "--cost must be one of seconds, flops, got 'euros'"),
+        (headwise.search, {"max_kl": "low"}, "--max-kl must be a number, got 'low'"),
         (headwise.gate, {"memory": True}, "unknown option 'memory'"),
         (headwise.evaluate, {"memory": True}, "unknown option 'memory'"),
     ],

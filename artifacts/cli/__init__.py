@@ -1,1 +1,1 @@
-"""Command lines on top of argparse, with options declared once."""
+"""Options of commands as pydantic models, and the parser made from them."""

@@ -1,4 +1,4 @@
-"""Parser and main of every command: one-line errors, exit codes, -q, -v and --version.
+"""How every command ends: one-line errors and exit codes; and its verbosity.
 
 Exit codes:
     0: success.
@@ -7,21 +7,15 @@ Exit codes:
     3: a finding, such as a failed gate.
     130: interrupted.
     141: the reader of the output closed the pipe.
-
-artifacts.cli.arguments has the arguments that commands share.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
-import re
 import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from artifacts.cli.interrupt import INTERRUPTED as INTERRUPTED
@@ -29,16 +23,11 @@ from artifacts.errors import Finding, HeadwiseError, one_line, reason
 
 BAD_USE = HeadwiseError.status
 FOUND = Finding.status
-# The limit of an artifact field; artifacts.schema.fields is not imported because it is slow.
-LARGEST = 2**31 - 1
 BROKEN_PIPE = 141
 # -1 with -q, 1 with -v: see set_verbosity.
 verbosity = 0
 # Set by code whose threads do not survive interpreter shutdown and would change the exit code.
 leave_at_once = False
-# Heading of rarely needed options, at the end of a command's help.
-ADVANCED = "advanced"
-_ALWAYS = "every command: -q no progress and no warnings, -v more on stderr, --version"
 # Packages that serving does not need, and the extra that installs each.
 EXTRAS = {
     "jinja2": "search",
@@ -46,135 +35,6 @@ EXTRAS = {
     "matplotlib": "search",
     "optuna": "search",
 }
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter with only required arguments in the usage, filled paragraphs, typed metavars."""
-
-    def add_usage(
-        self,
-        usage: str | None,
-        actions: Iterable[argparse.Action],
-        groups: Iterable[Any],
-        prefix: str | None = None,
-    ) -> None:
-        """Add the usage as argparse does; with a prefix it is the program name of the verbs."""
-        if usage is None and prefix is None:
-            either = [group for group in groups if group.required]
-            in_one = [action for group in either for action in group._group_actions]
-            needed = [a for a in actions if a.required or not a.option_strings or a in in_one]
-            usage = (
-                self._format_usage(None, needed, either, "").strip().replace("%", "%%")
-                + " [options]"
-            )
-        super().add_usage(usage, actions, groups, prefix)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = re.split(r"\n\s*\n", text.strip("\n"))
-        return "\n\n".join(
-            part if is_set_off(part) else textwrap.fill(part, width) for part in paragraphs
-        )
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        by_type: dict[Any, str] = {int: "N", natural: "N", float: "X", Path: "PATH"}
-        return by_type.get(action.type) or super()._get_default_metavar_for_optional(action)
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors, no abbreviations, kept line breaks, -q, -v and --version.
-
-    Attributes:
-        shares_work: True if the command distributes its work over the ranks of torchrun. Any other
-            command refuses to run in several ranks, because each would write the same files.
-    """
-
-    def __init__(self, *args: Any, shares_work: bool = False, **kwargs: Any) -> None:
-        self.shares_work = shares_work
-        kwargs.setdefault("formatter_class", _Formatter)
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
-        self.add_argument("-q", "--quiet", action=_Verbosity, const=-1)
-        self.add_argument("-v", "--verbose", action=_Verbosity, const=1)
-        self.add_argument("--version", action=_Version)
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse as argparse does, after resetting the verbosity of an earlier call.
-
-        Raises:
-            HeadwiseError: torchrun starts several ranks of a command without `shares_work`.
-        """
-        set_verbosity(0)
-        parsed = super().parse_args(args, namespace)
-        if not self.shares_work:
-            one_process(self.prog)
-        return parsed
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse as argparse does; `--json cfg.yaml` does not overwrite an artifact."""
-        words = list(sys.argv[1:] if args is None else args)
-        if "--" in words:
-            last = words.index("--")
-        else:
-            last = len(words)
-        if "--json" in self._option_string_actions and "--json" in words[:last]:
-            at = words.index("--json")
-            names_json = at + 1 < last and words[at + 1].endswith(".json")
-            if names_json:
-                target = words[at + 1]
-            else:
-                target = "-"
-            words[at : at + 1 + names_json] = [f"--json={target}"]
-        return super().parse_known_args(words, namespace)
-
-    def heading(self, title: str) -> argparse._ArgumentGroup:
-        """Return the argument group with this heading, and create it on first use."""
-        for group in self._action_groups:
-            if group.title == title:
-                return group
-        return self.add_argument_group(title)
-
-    def format_help(self) -> str:
-        """Format as argparse does: rare options last, options of every command in one line."""
-        self._action_groups.sort(key=lambda group: group.title == ADVANCED)
-        return f"{super().format_help()}\n{_ALWAYS}\n"
-
-    def error(self, message: str) -> NoReturn:
-        """Print `error: ...` with a hint to the help, and exit with status 2."""
-        _complain(f"{message} (see {self.prog} --help)")
-        sys.exit(BAD_USE)
-
-
-def is_set_off(paragraph: str) -> bool:
-    """True for commands, lists and tables, whose line breaks are kept."""
-    rows = paragraph.strip("\n").split("\n")
-    return any(re.match(r"\s{2,}\S|headwise .* --|\S+\s{3,}\S", row) for row in rows)
-
-
-class _Verbosity(argparse.Action):
-    """Action that sets the verbosity immediately and stores nothing in the namespace."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, const: int) -> None:
-        nothing = argparse.SUPPRESS
-        super().__init__(
-            option_strings, nothing, nargs=0, const=const, default=nothing, help=nothing
-        )
-
-    def __call__(self, *args: Any) -> None:
-        set_verbosity(self.const)
-
-
-class _Version(argparse.Action):
-    """Action that looks up the version on use, prints it and exits."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        nothing = argparse.SUPPRESS
-        super().__init__(option_strings, nothing, nargs=0, default=nothing, help=nothing)
-
-    def __call__(self, *args: Any) -> NoReturn:
-        from importlib.metadata import version
-
-        print(f"headwise {version('headwise')}")
-        sys.exit(0)
 
 
 def set_verbosity(level: int) -> None:
@@ -207,19 +67,6 @@ def one_process(command: str) -> None:
         raise HeadwiseError(
             f"{command} is for one process, got {count} of a launch: start it without torchrun"
         )
-
-
-def natural(text: str) -> int:
-    """Argument type: a whole number of at least 0."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if not 0 <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 0 to {LARGEST}, got {text!r}"
-        )
-    return number
 
 
 class _Output(io.TextIOWrapper):
@@ -263,13 +110,13 @@ def run_command(
     except HeadwiseError as error:
         if verbosity > 0:
             traceback.print_exc()
-        _complain(str(error))
+        complain(str(error))
         _discard(sys.stdout)
         code = error.status
     except ModuleNotFoundError as error:
         if error.name is None or (package := error.name.partition(".")[0]) not in EXTRAS:
             raise
-        _complain(f"{package} is not installed: pip install 'headwise[{EXTRAS[package]}]'")
+        complain(f"{package} is not installed: pip install 'headwise[{EXTRAS[package]}]'")
         code = BAD_USE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -302,7 +149,8 @@ def _prepare_output() -> None:
         )
 
 
-def _complain(message: str) -> None:
+def complain(message: str) -> None:
+    """Print `error: ...` on stderr, as one line."""
     print(one_line(f"error: {message}"), file=sys.stderr)
 
 

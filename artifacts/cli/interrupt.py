@@ -15,15 +15,13 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
-_OURS = ("artifacts", "headwise", "profiling", "runtime", "search")
 
 
 def starts_a_command(arguments: list[str]) -> bool:
-    """True for the arguments of `headwise`, or of `python -m` with a module of the project."""
+    """True for the arguments of `headwise`, or of `python -m headwise`."""
     if any(os.path.basename(argument) == "headwise" for argument in arguments[:2]):
         return True
-    modules = [after for before, after in pairwise(arguments) if before == "-m"][:1]
-    return any(module.split(".")[0] in _OURS for module in modules)
+    return ("-m", "headwise") in pairwise(arguments)
 
 
 def quit_at_once(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,221 +1,207 @@
-"""Options of a command, each declared once as a field of its Config, with default and range.
+"""Options of a command: the fields of its Config, with help, range and choices.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        model: str = shared(arguments.add_model)
-        samples: int = option("prompts of each task", default=2, within=at_least(1))
+    class Config(CommandConfig):
+        model: ModelName
+        samples: Annotated[int, Arg("prompts of each task"), Field(ge=1)] = 2
 
-        def __post_init__(self) -> None:
-            check_ranges(self)
-
-`add_arguments(parser, Config)` adds the arguments to a parser. `config_of(Config, options)` builds
-a Config from parsed arguments, and `config_by_name(Config, options)` from Python values.
+artifacts.cli.parser makes the command line of a Config. A Config is also built from Python values,
+by its constructor. Wrong values raise HeadwiseError with one line.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, Field, field, fields
-from math import inf
-from numbers import Integral, Real
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
-from artifacts.cli import arguments
-from artifacts.cli.command import ADVANCED, ArgumentParser
-from artifacts.errors import HeadwiseError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
-C = TypeVar("C")
-_TYPES = {"int": int, "float": float, "Path": Path}
-# Allowed Python values of a field, by the name of its type.
-_GIVEN: dict[str, tuple[type, str]] = {
-    "bool": (bool, "True or False"),
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "str": (str, "a text"),
-    "Path": (Path, "a path"),
-}
-Range = tuple[Callable[[Any], bool], str]
-"""Test of a value, and the values that pass it in words."""
-POSITIVE: Range = (lambda value: 0 < value < inf, "a positive number")
-BETWEEN_0_AND_1: Range = (lambda value: 0 < value < 1, "between 0 and 1")
-SHARE: Range = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+from artifacts.errors import HeadwiseError, shorten
+
+C = TypeVar("C", bound="CommandConfig")
+# The limit of an artifact field; artifacts.schema.fields is not imported because it is slow.
+LARGEST = 2**31 - 1
+# Heading of rarely needed options, at the end of a command's help.
+ADVANCED = "advanced"
+# Ranges of a number, for annotations.
+SHARE = Field(gt=0, le=1)
+BETWEEN_0_AND_1 = Field(gt=0, lt=1)
+POSITIVE = Field(gt=0, allow_inf_nan=False)
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+# Values that a type allows, by the type of pydantic's error.
+_WORDS = {
+    "bool_type": "True or False",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "is_instance_of": "a path",
+    "finite_number": "finite",
+}
 
 
-def at_least(least: float) -> Range:
-    """Range of numbers >= `least`, without NaN."""
-    return (lambda value: value >= least, f"at least {least}")
+@dataclass(frozen=True)
+class Arg:
+    """The argument of a field. Of several, as an alias and a field have, the last value counts.
+
+    Attributes:
+        help: text of the help page, which adds the default of a number.
+        flags: as in argparse, () for a positional argument; None: --name, of a switch that is on
+            by default --no-name.
+        metavar: name of the value; None: by its type.
+        group: heading in the help.
+        either: name of a set of arguments of which exactly one is required.
+        choices: allowed texts that are not in the type.
+        nargs: as in argparse; None: by the type.
+        repeat: True if several values are given by repeating the option.
+        both: True for --name and --no-name.
+    """
+
+    help: str | None = None
+    flags: tuple[str, ...] | None = None
+    metavar: str | None = None
+    group: str | None = None
+    either: str | None = None
+    choices: Sequence[str] | None = None
+    nargs: str | None = None
+    repeat: bool | None = None
+    both: bool | None = None
 
 
-def bytes_of(text: str, option: str) -> int:
-    """Parse a size in bytes such as 67108864 or 64MiB, the value of `option`.
+class CommandConfig(BaseModel):
+    """Base of the Config of each command, and of parts of it.
+
+    Attributes:
+        shares_work: True if the command distributes its work over the ranks of torchrun. Any other
+            command refuses to run in several ranks, because each would write the same files.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    shares_work: ClassVar[bool] = False
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise HeadwiseError(_explain(type(self), error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _convert(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Accept text for a path, and a list or a single value where there may be several."""
+        converted = dict(values)
+        for name, value in values.items():
+            if name not in cls.model_fields or value is None:
+                continue
+            kind, several = value_type(cls.model_fields[name].annotation)
+            if several:
+                parts = value if isinstance(value, list | tuple) else (value,)
+                converted[name] = tuple(_as_path(kind, part) for part in parts)
+            else:
+                converted[name] = _as_path(kind, value)
+        return converted
+
+    def replace(self, **changes: Any) -> Self:
+        """Copy with other values, which are checked."""
+        return type(self)(**{**dict(self), **changes})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options as plain data, without how the command was called."""
+        return self.model_dump(exclude={"command", "as_json", "fresh"})
+
+
+def _as_path(kind: Any, value: Any) -> Any:
+    return Path(value) if kind is Path and isinstance(value, str) else value
+
+
+def bytes_of(value: Any, option: str) -> Any:
+    """Parse a size in bytes such as 67108864 or 64MiB, the value of `option`; only a text.
 
     Raises:
         HeadwiseError: the text is not a positive number with a known unit.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value)
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise HeadwiseError(
-            f"{option} must be a number of bytes such as 67108864 or 64MiB, got {text!r}"
+            f"{option} must be a number of bytes such as 67108864 or 64MiB, got {value!r}"
         )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def arg(
-    *flags: str,
-    default: Any = MISSING,
-    group: str | None = None,
-    advanced: bool = False,
-    either: str | None = None,
-    within: Range | None = None,
-    read: Callable[[str], Any] | None = None,
-    **keywords: Any,
-) -> Any:
-    """A field of a Config and its argument.
-
-    Args:
-        flags: as in argparse; without flags the argument is positional.
-        default: value of a missing argument; None means no value.
-        group: heading in the help.
-        advanced: True for a rarely needed argument, which the help lists last.
-        either: name of a set of arguments of which exactly one is required.
-        within: allowed range; `check_ranges` rejects other values.
-        read: converts the text to the value; raises HeadwiseError for an invalid text.
-        keywords: as in argparse. The type is the type of the field, and the help shows the default
-            of a number.
-    """
-    if advanced:
-        group = ADVANCED
-    own = {
-        "flags": flags,
-        "group": group,
-        "either": either,
-        "within": within,
-        "read": read,
-        "keywords": keywords,
-    }
-    return field(default=default, metadata=own)
-
-
-def option(help: str | None = None, *, default: Any, **keywords: Any) -> Any:
-    """Declare a field and its option, named after the field: max_error is --max-error."""
-    return arg("", default=default, help=help, **keywords)
-
-
-def shared(
-    add: Callable[..., None],
-    *given: Any,
-    default: Any = MISSING,
-    within: Range | None = None,
-    **keywords: Any,
-) -> Any:
-    """Declare a field with a shared argument: `add` from cli.arguments adds it to the parser."""
-    if add in arguments.ADVANCED:
-        group = ADVANCED
+def metadata(annotation: Any) -> Iterator[Any]:
+    """Yield what Annotated adds to a type and to its parts, inner ones first."""
+    if get_origin(annotation) is Annotated:
+        inner, *added = get_args(annotation)
+        yield from metadata(inner)
+        for each in added:
+            yield from each.metadata if isinstance(each, FieldInfo) else (each,)
     else:
-        group = None
-    return field(
-        default=default,
-        metadata={"add": lambda p: add(p, *given, **keywords), "group": group, "within": within},
-    )
+        for part in get_args(annotation):
+            yield from metadata(part)
 
 
-def nested(config: type[Any]) -> Any:
-    """Declare a nested Config, whose fields are options of the same command."""
-    return field(default_factory=config, metadata={"config": config})
+def argument(field: FieldInfo) -> Arg | None:
+    """Return the argument of a field; None for a field that is no option."""
+    declared = [each for each in _metadata_of(field) if isinstance(each, Arg)]
+    if not declared:
+        return None
+    given: dict[str, Any] = {}
+    for each in declared:
+        values = {item.name: getattr(each, item.name) for item in fields(each)}
+        given |= {name: value for name, value in values.items() if value is not None}
+    return Arg(**given)
 
 
-def add_arguments(
-    parser: ArgumentParser,
-    config: type[Any],
-    names: Collection[str] | None = None,
-) -> None:
-    """Add the options that the fields of a Config declare; skip fields without an option.
+def _metadata_of(field: FieldInfo) -> Iterator[Any]:
+    yield from metadata(field.annotation)
+    yield from field.metadata
 
-    Args:
-        parser: parser to extend.
-        config: Config class with the fields.
-        names: if set, add only these fields, for a parser with several Configs.
+
+def value_type(annotation: Any) -> tuple[Any, bool]:
+    """Return the type of one value, without None, and whether there may be several."""
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
+    if origin is Annotated:
+        return value_type(parts[0])
+    if origin in (Union, UnionType):
+        return value_type(next(part for part in parts if part is not type(None)))
+    if origin is tuple and parts[-1] is Ellipsis:
+        return value_type(parts[0])[0], True
+    return annotation, False
+
+
+def nested(field: FieldInfo) -> type[CommandConfig] | None:
+    """Return the class of a field whose own fields are options of the same command."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, CommandConfig) else None
+
+
+def flags(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """Return the flags of a field, () of a positional argument."""
+    arg = argument(field) or Arg()
+    if arg.flags is not None:
+        return arg.flags
+    no = "no-" if field.default is True and not arg.both else ""
+    return (f"--{no}{name.replace('_', '-')}",)
+
+
+def build(config: type[C], options: Mapping[str, Any]) -> C:
+    """Build a Config from options by name; those of its parts are among them.
+
+    Raises:
+        HeadwiseError: a value is wrong.
     """
-    sets: dict[str, Any] = {}
-    for each in fields(config):
-        if names is not None and each.name not in names:
-            continue
-        # A repeated option starts empty; `config_of` omits missing options.
-        default = None
-        if each.default is not MISSING and not isinstance(each.default, tuple):
-            default = each.default
-        if "config" in each.metadata:
-            add_arguments(parser, each.metadata["config"])
-        group = each.metadata.get("group")
-        to = parser if group is None else parser.heading(group)
-        if "add" in each.metadata:
-            each.metadata["add"](to)
-            if default is not None:
-                parser.set_defaults(**{each.name: default})
-        elif "flags" in each.metadata:
-            flags = each.metadata["flags"]
-            either = each.metadata["either"]
-            keywords = _typed(each)
-            if either is not None:
-                if either not in sets:
-                    sets[either] = parser.add_mutually_exclusive_group(required=True)
-                to = sets[either]
-            if flags == ("",):
-                flags = (_flag(each),)
-            if not flags:
-                to.add_argument(each.name, **keywords)
-            else:
-                required = {"required": True} if each.default is MISSING else {"default": default}
-                to.add_argument(*flags, dest=each.name, **required, **keywords)
-
-
-def _flag(each: Field[Any]) -> str:
-    return f"--{each.name.replace('_', '-')}"
-
-
-def _typed(each: Field[Any]) -> dict[str, Any]:
-    """Return the argparse arguments of a field: its type, and its default in the help."""
-    keywords = dict(each.metadata["keywords"])
-    kind = _TYPES.get(str(each.type).partition(" |")[0])
-    if (
-        kind is not None
-        and not {"action", "type", "choices"} & keywords.keys()
-        and each.metadata["read"] is None
-    ):
-        keywords["type"] = kind
-    number = isinstance(each.default, int | float) and not isinstance(each.default, bool)
-    if number and "(default" not in (says := keywords.get("help") or ""):
-        keywords["help"] = f"{says} (default %(default)s)".lstrip()
-    return keywords
-
-
-def config_of(config: type[C], options: Mapping[str, Any], /, **more: Any) -> C:
-    """Build a Config from the options of a command line.
-
-    Args:
-        config: Config class.
-        options: parsed options; options of other Configs are ignored.
-        more: fields that take precedence over `options`.
-    """
-    typed: dict[str, Any] = {}
-    for each in fields(config):  # type: ignore[arg-type]
-        if "config" in each.metadata:
-            typed[each.name] = config_of(each.metadata["config"], options)
-        elif each.name in options:
-            value = options[each.name]
-            # None means the default, unless None is an allowed value of the option.
-            if value is None and not str(each.type).endswith("None"):
-                continue
-            read = each.metadata.get("read")
-            if read is not None and isinstance(value, str):
-                value = read(value)
-            if isinstance(value, list):
-                value = tuple(value)
-            typed[each.name] = value
-    return config(**typed | more)
+    values = dict(options)
+    for name, field in config.model_fields.items():
+        if (part := nested(field)) is not None:
+            own = {each: values.pop(each) for each in part.model_fields if each in values}
+            values[name] = part(**own)
+    return config(**values)
 
 
 def config_by_name(config: type[C], options: Mapping[str, Any], /, **fixed: Any) -> C:
@@ -225,68 +211,66 @@ def config_by_name(config: type[C], options: Mapping[str, Any], /, **fixed: Any)
         config: Config class.
         options: values with the types of the fields. A path may be text, and a field with several
             values accepts a single one.
-        fixed: fields that are not options.
+        fixed: fields that the caller of `options` may not set.
 
     Raises:
-        HeadwiseError: an option is unknown, or its value has the wrong type.
+        HeadwiseError: an option is unknown, or its value is wrong.
     """
-    declared = {name: each for name, each in _options(config).items() if name not in fixed}
-    values = {}
-    for name, value in options.items():
-        if name not in declared:
-            raise HeadwiseError(f"unknown option {name!r}; known: {', '.join(declared)}")
-        values[name] = _as_typed(declared[name], value)
-    return config_of(config, values, **fixed)
+    known = [name for name in option_fields(config) if name not in fixed]
+    for name in options:
+        if name not in known:
+            raise HeadwiseError(f"unknown option {name!r}; known: {', '.join(known)}")
+    return build(config, {**options, **fixed})
 
 
-def _options(config: type[Any]) -> dict[str, Field[Any]]:
-    """Return the fields that are options by name, including those of nested Configs."""
-    declared: dict[str, Field[Any]] = {}
-    for each in fields(config):
-        if "config" in each.metadata:
-            declared |= _options(each.metadata["config"])
-        elif each.metadata:
-            declared[each.name] = each
+def option_fields(config: type[CommandConfig]) -> dict[str, FieldInfo]:
+    """Return the fields that are options by name, including those of parts."""
+    declared: dict[str, FieldInfo] = {}
+    for name, field in config.model_fields.items():
+        if (part := nested(field)) is not None:
+            declared |= option_fields(part)
+        elif argument(field) is not None:
+            declared[name] = field
     return declared
 
 
-def _as_typed(each: Field[Any], value: Any) -> Any:
-    """Convert a Python value to the type of a field.
-
-    Raises:
-        HeadwiseError: the value has the wrong type.
-    """
-    if value is None:
-        return None
-    if str(each.type).startswith("tuple["):
-        kind = str(each.type).removeprefix("tuple[").partition(",")[0]
-        if not isinstance(value, list | tuple):
-            value = (value,)
-        return tuple(_single(each, kind, part) for part in value)
-    if each.metadata.get("read") is not None and isinstance(value, str):
-        return value
-    return _single(each, str(each.type).partition(" |")[0], value)
+def _explain(config: type[CommandConfig], error: ValidationError) -> str:
+    """Format pydantic's error as one line: the option, what is allowed, and the value."""
+    first, *others = error.errors(include_url=False)
+    if isinstance(cause := first.get("ctx", {}).get("error"), HeadwiseError):
+        return str(cause)
+    name = str(first["loc"][0])
+    if (field := config.model_fields.get(name)) is None:
+        return f"unknown option {name!r}; known: {', '.join(config.model_fields)}"
+    shown = (flags(name, field) or ((argument(field) or Arg()).metavar or name,))[-1]
+    if first["type"] == "missing":
+        return f"{shown} is required"
+    same = [first, *(each for each in others if each["loc"][0] == name)]
+    allowed = dict.fromkeys(_allowed(field, each) for each in same)
+    return f"{shown} must be {' or '.join(allowed)}, got {shorten(first['input'])}"
 
 
-def _single(each: Field[Any], kind: str, value: Any) -> Any:
-    """Check one value of a field by type name; types that are not listed accept any value."""
-    if kind == "Path" and isinstance(value, str):
-        value = Path(value)
-    if kind in _GIVEN:
-        wanted, words = _GIVEN[kind]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
-            raise HeadwiseError(f"{each.name} must be {words}, got {value!r}")
-    choices = each.metadata.get("keywords", {}).get("choices")
-    if choices is not None and value not in choices:
-        raise HeadwiseError(f"{each.name} must be one of {', '.join(choices)}, got {value!r}")
-    return value
-
-
-def check_ranges(config: Any) -> None:
-    """Raise HeadwiseError for a value outside the range of its field; None is allowed."""
-    for each in fields(config):
-        within = each.metadata.get("within")
-        value = getattr(config, each.name)
-        if within is not None and value is not None and not within[0](value):
-            flag = next(iter(each.metadata.get("flags", ())), "") or _flag(each)
-            raise HeadwiseError(f"{flag} must be {within[1]}, got {value}")
+def _allowed(field: FieldInfo, error: Any) -> str:
+    """Return in words what the field of an error allows."""
+    if error["type"] == "literal_error":
+        choices = value_type(field.annotation)[0]
+        return f"one of {', '.join(get_args(choices))}"
+    if error["type"] in _WORDS:
+        return _WORDS[error["type"]]
+    limits: dict[str, list[Any]] = {"ge": [], "le": [], "gt": [], "lt": []}
+    for each in _metadata_of(field):
+        for bound, values in limits.items():
+            if hasattr(each, bound):
+                values.append(getattr(each, bound))
+    least = max(limits["ge"], default=None)
+    most = min(limits["le"], default=None)
+    above = max(limits["gt"], default=None)
+    below = min(limits["lt"], default=None)
+    if most == LARGEST and error["type"] != "less_than_equal":
+        most = None
+    if above is not None and below is not None:
+        return f"between {above} and {below}"
+    if least is not None and most is not None:
+        return f"from {least} to {most}"
+    words = {"at least": least, "above": above, "below": below, "at most": most}
+    return " and ".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)

@@ -1,16 +1,19 @@
-"""convert: other tools' files into artifacts and back, with a report of what does not fit."""
+"""Read another tool's file into an artifact, or write one from it."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from artifacts.analysis.sections import put_section
+from artifacts.cli.arguments import Json, deliver
 from artifacts.cli.command import FOUND
-from artifacts.cli.options import arg, option
-from artifacts.commands import Outcome, answer, json_flag
+from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.interop.formats import FORMATS, Format, guess
@@ -20,7 +23,6 @@ from artifacts.interop.source import Source
 from artifacts.store.read import read_pair
 from artifacts.store.write import save, update
 
-SHORT = "read another tool's file into an artifact, or write one from it"
 EXAMPLES = f"""\
 FILE is another tool's file, and OUT an artifact; or, with --to, FILE is an artifact and OUT the
 tool's file. With --into the section that FILE is about replaces that of an artifact, which keeps
@@ -52,83 +54,75 @@ _MODEL = "the model, for imports (what the file does not say)"
 _HOW = "how an import is read"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommandConfig):
     """Files to read and write, and options for the model; None for a missing option."""
 
-    file: Path = arg(
-        metavar="FILE", type=Path, help="another tool's file, or with --to an artifact's YAML"
+    file: Annotated[
+        Path, Arg("another tool's file, or with --to an artifact's YAML", metavar="FILE", flags=())
+    ]
+    out: Annotated[
+        Path | None,
+        Arg("the artifact's YAML file, or with --to the tool's file", either="out", metavar="FILE"),
+    ] = None
+    into: Annotated[
+        Path | None,
+        Arg(
+            "put the section into this artifact, which keeps its others",
+            either="out",
+            metavar="FILE",
+        ),
+    ] = None
+    source: Annotated[
+        str | None,
+        Arg("what FILE is (default: by its name)", choices=tuple(FORMATS), flags=("--from",)),
+    ] = None
+    target: Annotated[
+        str | None,
+        Arg("write this from the artifact FILE", choices=tuple(FORMATS), flags=("--to",)),
+    ] = None
+    config: Annotated[
+        Path | None, Arg("its config.json, or its folder", group=_MODEL, metavar="PATH")
+    ] = None
+    model: Annotated[
+        str | None,
+        Arg("its name; the command that measures takes it, too", group=_MODEL, metavar="NAME"),
+    ] = None
+    revision: Annotated[str | None, Arg("its revision on the hub", group=_MODEL, metavar="REV")] = (
+        None
     )
-    out: Path | None = arg(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        default=None,
-        either="out",
-        help="the artifact's YAML file, or with --to the tool's file",
-    )
-    into: Path | None = arg(
-        "--into",
-        metavar="FILE",
-        type=Path,
-        default=None,
-        either="out",
-        help="put the section into this artifact, which keeps its others",
-    )
-    source: str | None = arg(
-        "--from", choices=tuple(FORMATS), default=None, help="what FILE is (default: by its name)"
-    )
-    target: str | None = arg(
-        "--to", choices=tuple(FORMATS), default=None, help="write this from the artifact FILE"
-    )
-    config: Path | None = arg(
-        "--config",
-        metavar="PATH",
-        type=Path,
-        default=None,
-        group=_MODEL,
-        help="its config.json, or its folder",
-    )
-    model: str | None = arg(
-        "--model",
-        metavar="NAME",
-        default=None,
-        group=_MODEL,
-        help="its name; the command that measures takes it, too",
-    )
-    revision: str | None = arg(
-        "--revision", metavar="REV", default=None, group=_MODEL, help="its revision on the hub"
-    )
-    layers: int | None = option("layers", default=None, group=_MODEL)
-    heads: int | None = option("query heads a layer", default=None, group=_MODEL)
-    kv_heads: int | None = option("KV heads a layer", default=None, group=_MODEL)
-    head_dim: int | None = option("channels a head", default=None, group=_MODEL)
-    max_positions: int | None = option("the longest prompt, in tokens", default=None, group=_MODEL)
-    dense_below: int | None = option("serve shorter prompts densely", default=None, group=_HOW)
-    dense_tail: int | None = option("last queries that see every key (0)", default=None, group=_HOW)
-    sinks: int | None = option(
-        "first tokens a streaming head keeps (128)", default=None, group=_HOW
-    )
-    window: int | None = option(
-        "last tokens a streaming head sees, itself one (257)", default=None, group=_HOW
-    )
-    threshold: float | None = option(
-        "KV heads from here on keep all (0.5)", default=None, group=_HOW
-    )
-    sparsity: float | None = option(
-        "instead, the fraction of them that stream", default=None, group=_HOW
-    )
-    strict: bool = arg(
-        "--strict",
-        action="store_true",
-        default=False,
-        help="write nothing, exit with 3, if more than time is lost",
-    )
-    as_json: Path | None = json_flag()
+    layers: Annotated[int | None, Arg("layers", group=_MODEL)] = None
+    heads: Annotated[int | None, Arg("query heads a layer", group=_MODEL)] = None
+    kv_heads: Annotated[int | None, Arg("KV heads a layer", group=_MODEL)] = None
+    head_dim: Annotated[int | None, Arg("channels a head", group=_MODEL)] = None
+    max_positions: Annotated[int | None, Arg("the longest prompt, in tokens", group=_MODEL)] = None
+    dense_below: Annotated[
+        int | None, Arg("serve shorter prompts densely", group=_HOW), Field(ge=0)
+    ] = None
+    dense_tail: Annotated[
+        int | None, Arg("last queries that see every key (0)", group=_HOW), Field(ge=0)
+    ] = None
+    sinks: Annotated[
+        int | None, Arg("first tokens a streaming head keeps (128)", group=_HOW), Field(ge=0)
+    ] = None
+    window: Annotated[
+        int | None,
+        Arg("last tokens a streaming head sees, itself one (257)", group=_HOW),
+        Field(ge=1),
+    ] = None
+    threshold: Annotated[
+        float | None, Arg("KV heads from here on keep all (0.5)", group=_HOW), Field(ge=0, le=1)
+    ] = None
+    sparsity: Annotated[
+        float | None,
+        Arg("instead, the fraction of them that stream", group=_HOW),
+        Field(ge=0, le=1),
+    ] = None
+    strict: Annotated[bool, Arg("write nothing, exit with 3, if more than time is lost")] = False
+    as_json: Json = None
 
 
-def run(config: Config) -> Outcome:
-    """Convert the file and report the fidelity.
+def run(config: Config) -> int:
+    """Convert the file and report the fidelity; 3 if --strict and something is lost.
 
     Raises:
         HeadwiseError: FILE is not in the expected format, or OUT cannot be written.
@@ -148,11 +142,8 @@ def run(config: Config) -> Outcome:
     else:
         first = f"wrote {', '.join(wrote)}"
     facts = {"wrote": wrote, "report": report.as_json()}
-    if lost:
-        status = FOUND
-    else:
-        status = 0
-    return answer(config.as_json, facts, [first, *report.lines()], status=status)
+    deliver("\n".join(map(one_line, [first, *report.lines()])), facts, config.as_json)
+    return FOUND if lost else 0
 
 
 def _check(config: Config) -> None:
@@ -160,16 +151,8 @@ def _check(config: Config) -> None:
         raise ArtifactError("give --from for an import or --to for an export, not both")
     if config.target and config.into:
         raise ArtifactError("--into is for imports: give --out with --to")
-    for name, least in (("sinks", 0), ("dense_below", 0), ("dense_tail", 0), ("window", 1)):
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ArtifactError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if config.threshold is not None and config.sparsity is not None:
         raise ArtifactError("give --threshold or --sparsity, not both")
-    for name in ("threshold", "sparsity"):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value <= 1:
-            raise ArtifactError(f"--{name} must be from 0 to 1, got {value}")
 
 
 def _import(config: Config, out: Path) -> tuple[Report, list[str]]:

@@ -1,25 +1,25 @@
-"""diff: heads by kind before and after, density, sections that differ, evidence."""
+"""Say what changed from A to B: sections, heads, density, evidence; exit status 3 if any."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from artifacts.analysis.density import mean_density
+from artifacts.cli.arguments import Json, YamlFile, deliver
 from artifacts.cli.command import FOUND
-from artifacts.cli.options import arg
-from artifacts.commands import Outcome, answer, file_arg, json_flag
-from artifacts.errors import HeadwiseError
+from artifacts.cli.options import Arg, CommandConfig
+from artifacts.errors import one_line
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.patterns import AnyPattern
 from artifacts.store.hashing import content_of
 from artifacts.store.read import read_lenient
 
-SHORT = "say what changed from A to B: sections, heads, density, evidence; exit status 3 if any"
 EXAMPLES = """\
 Heads are compared by what their pattern is, not by its name. Times, command lines and the
 sidecar's name are left out, as in the content hash. Density is counted from the patterns' sizes
@@ -31,30 +31,25 @@ examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommandConfig):
     """Files to compare, and the length to count density at."""
 
-    before: Path = file_arg("A")
-    after: Path = file_arg("B")
-    length: int | None = arg(
-        "--length",
-        metavar="N",
-        type=int,
-        default=None,
-        help="count density on prompts of N tokens (as searched)",
-    )
-    as_json: Path | None = json_flag()
+    before: Annotated[YamlFile, Arg(metavar="A")]
+    after: Annotated[YamlFile, Arg(metavar="B")]
+    length: Annotated[
+        int | None,
+        Arg("count density on prompts of N tokens (as searched)"),
+        Field(ge=1),
+    ] = None
+    as_json: Json = None
 
 
-def run(config: Config) -> Outcome:
-    """Compare two artifacts.
+def run(config: Config) -> int:
+    """Compare two artifacts; 3 for a difference.
 
     Raises:
-        HeadwiseError: a YAML file or the length is invalid.
+        HeadwiseError: a YAML file is invalid.
     """
-    if config.length is not None and config.length < 1:
-        raise HeadwiseError(f"--length must be at least 1, got {config.length}")
     # Only one sidecar is in memory at a time.
     pairs = [replace(read_lenient(file), arrays={}) for file in (config.before, config.after)]
     before, after = (pair.artifact for pair in pairs)
@@ -70,7 +65,8 @@ def run(config: Config) -> Outcome:
     }
     faults = [f"sidecar    {pair.fault}" for pair in pairs if pair.fault]
     lines = list(_lines(facts)) if sections else ["no difference"]
-    return answer(config.as_json, facts, [*faults, *lines], status=FOUND if sections else 0)
+    deliver("\n".join(map(one_line, [*faults, *lines])), facts, config.as_json)
+    return FOUND if sections else 0
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:

@@ -1,19 +1,17 @@
-"""schema: the JSON Schema of the current version."""
+"""Print the JSON Schema of the current version, with what every field means."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from artifacts.commands import Outcome, as_asked, json_flag, out_arg
+from artifacts.cli.arguments import Json, Out, deliver
+from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.store.write import SCHEMA_FILE
 
-SHORT = "print the JSON Schema of the current version, with what every field means"
 EXAMPLES = f"""\
 The schema is of the fields alone. That rows and names go together, that hashes are right and that
 the YAML is the subset that artifacts use, only `validate` knows. An artifact's first line names
@@ -27,30 +25,31 @@ examples:
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommandConfig):
     """Where to write the schema; --json puts it on one line."""
 
-    as_json: Path | None = json_flag()
-    out: Path | None = out_arg(f"write a file; in a folder it is {SCHEMA_FILE}", default=None)
+    as_json: Json = None
+    out: Annotated[Out | None, Arg(f"write a file; in a folder it is {SCHEMA_FILE}")] = None
 
 
-def run(config: Config) -> Outcome:
-    """Return the schema, or one line with the path of the written file.
+def run(config: Config) -> int:
+    """Print the schema, or one line with the path of the written file.
 
     Raises:
         HeadwiseError: the file cannot be written.
     """
-    text = json.dumps(schema(), indent=2) + "\n"
+    text = json.dumps(schema(), indent=2)
     if config.out is None:
-        return as_asked(config.as_json, json.dumps(schema()), text)
+        deliver(text, json.dumps(schema()), config.as_json)
+        return 0
     if config.out.is_dir():
         out = config.out / SCHEMA_FILE
     else:
         out = config.out
     check_writable(out)
-    atomic_write(out, text.encode())
-    return Outcome(text=one_line(f"wrote {out}") + "\n")
+    atomic_write(out, f"{text}\n".encode())
+    print(one_line(f"wrote {out}"))
+    return 0
 
 
 def schema() -> dict[str, Any]:

@@ -1,17 +1,15 @@
-"""show: the artifact as a page, or every field of it as JSON."""
+"""Print it as a page: model, search, winners by kind, layer map, evidence."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
-from pathlib import Path
 
+from artifacts.cli.arguments import Json, YamlFile, deliver
 from artifacts.cli.command import FOUND
-from artifacts.commands import Outcome, as_asked, file_arg, json_flag
+from artifacts.cli.options import CommandConfig
 from artifacts.page.artifact import render
 from artifacts.store.read import read_lenient
 
-SHORT = "print it as a page: model, search, winners by kind, layer map, evidence"
 EXAMPLES = """\
 The page needs only the YAML file: a sidecar that is missing or changed is said there, in the line
 `sidecar`, and the exit status is 3.
@@ -22,16 +20,15 @@ examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommandConfig):
     """File to show, and whether to print JSON."""
 
-    file: Path = file_arg()
-    as_json: Path | None = json_flag()
+    file: YamlFile
+    as_json: Json = None
 
 
-def run(config: Config) -> Outcome:
-    """Return the page, or the artifact as one JSON object.
+def run(config: Config) -> int:
+    """Print the page, or the artifact as one JSON object; 3 for a faulty sidecar.
 
     Raises:
         ArtifactError: the YAML file is invalid.
@@ -47,8 +44,5 @@ def run(config: Config) -> Outcome:
         state = f"PROBLEM: {pair.fault}"
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
     text = render(artifact, file=config.file.name, arrays=pair.arrays, sidecar=state, width=width)
-    if pair.fault:
-        status = FOUND
-    else:
-        status = 0
-    return as_asked(config.as_json, artifact.model_dump_json(), text, status=status)
+    deliver(text.removesuffix("\n"), artifact.model_dump_json(), config.as_json)
+    return FOUND if pair.fault else 0

@@ -1,18 +1,18 @@
-"""sign: a signature next to an artifact, by which its holder vouches for it."""
+"""Sign it: FILE.sig, by which others see that it comes from you and was not changed."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
+from typing import Annotated
 
-from artifacts.cli.options import arg
-from artifacts.commands import Outcome, answer, file_arg, json_flag
+from artifacts.cli.arguments import Json, YamlFile, deliver
+from artifacts.cli.options import Arg, CommandConfig
+from artifacts.errors import one_line
 from artifacts.files import read_regular
 from artifacts.store.write import sign
 
-SHORT = "sign it: FILE.sig, by which others see that it comes from you and was not changed"
 EXAMPLES = """\
 The artifact is checked first, and signed are the bytes that were checked: those of the YAML file,
 which name the hash of the sidecar. A changed artifact has to be signed again. Move the three
@@ -30,16 +30,15 @@ examples:
 _LARGEST_KEY = 2**16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommandConfig):
     """File to sign, and the private key."""
 
-    file: Path = file_arg()
-    key: Path = arg("--key", metavar="KEY", type=Path, help="your private key")
-    as_json: Path | None = json_flag()
+    file: YamlFile
+    key: Annotated[Path, Arg("your private key", metavar="KEY")]
+    as_json: Json = None
 
 
-def run(config: Config) -> Outcome:
+def run(config: Config) -> int:
     """Write the signature; an encrypted key prompts for its passphrase on the terminal.
 
     Raises:
@@ -50,4 +49,5 @@ def run(config: Config) -> Outcome:
         passphrase = getpass(f"passphrase of {config.key}: ").encode()
     file = sign(config.file, config.key, passphrase)
     whole = {"signature": str(file), "key": str(config.key)}
-    return answer(config.as_json, whole, [f"wrote {file}"])
+    deliver(one_line(f"wrote {file}"), whole, config.as_json)
+    return 0

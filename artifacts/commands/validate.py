@@ -1,16 +1,15 @@
-"""validate: whether both files are whole and the record is valid."""
+"""Check fields, hashes and sidecar; exit status 2 if something is wrong."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated
 
-from artifacts.cli.options import arg
-from artifacts.commands import Outcome, answer, file_arg, json_flag
+from artifacts.cli.arguments import Json, YamlFile, deliver
+from artifacts.cli.options import Arg, CommandConfig
+from artifacts.errors import one_line
 from artifacts.store.read import read_pair
 from artifacts.store.write import rehash
 
-SHORT = "check fields, hashes and sidecar; exit status 2 if something is wrong"
 EXAMPLES = """\
 A file that is not whole or not valid ends with one line and exit status 2.
 
@@ -24,22 +23,18 @@ examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommandConfig):
     """File to check, and whether to update its hash first."""
 
-    file: Path = file_arg()
-    rehash: bool = arg(
-        "--rehash",
-        action="store_true",
-        default=False,
-        help="write the file anew with the right content hash, after a change by hand",
-    )
-    as_json: Path | None = json_flag()
+    file: YamlFile
+    rehash: Annotated[
+        bool, Arg("write the file anew with the right content hash, after a change by hand")
+    ] = False
+    as_json: Json = None
 
 
-def run(config: Config) -> Outcome:
-    """Return one line, or one JSON object.
+def run(config: Config) -> int:
+    """Print one line, or one JSON object.
 
     Raises:
         ArtifactError: the pair is incomplete.
@@ -73,4 +68,5 @@ def run(config: Config) -> Outcome:
         f"schema {artifact.schema_version}, content {artifact.content_sha256[:12]}, "
         f"{sidecar_text}{fits}"
     )
-    return answer(config.as_json, whole, [f"ok: {config.file} ({facts})"])
+    deliver(one_line(f"ok: {config.file} ({facts})"), whole, config.as_json)
+    return 0

@@ -1,15 +1,15 @@
-"""verify: whether an artifact is whole and signed by the holder of a key."""
+"""Check that it is whole and signed by the holder of a key; exit status 2 if not."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from artifacts.cli.options import arg
-from artifacts.commands import Outcome, answer, file_arg, json_flag
+from artifacts.cli.arguments import Json, YamlFile, deliver
+from artifacts.cli.options import Arg, CommandConfig
+from artifacts.errors import one_line
 from artifacts.store.read import read_pair
 
-SHORT = "check that it is whole and signed by the holder of a key; exit status 2 if not"
 EXAMPLES = """\
 Get the public key from its holder by a way that you trust.
 When a model is served: headwise.load("cfg.yaml", verify="me.pub").
@@ -20,17 +20,16 @@ examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommandConfig):
     """File to check, and the public key."""
 
-    file: Path = file_arg()
-    key: Path = arg("--key", metavar="PUBKEY", type=Path, help="the signer's public key")
-    as_json: Path | None = json_flag()
+    file: YamlFile
+    key: Annotated[Path, Arg("the signer's public key", metavar="PUBKEY")]
+    as_json: Json = None
 
 
-def run(config: Config) -> Outcome:
-    """Return one line, or one JSON object.
+def run(config: Config) -> int:
+    """Print one line, or one JSON object.
 
     Raises:
         HeadwiseError: the artifact is not signed by the key or is incomplete, the key is invalid,
@@ -40,4 +39,5 @@ def run(config: Config) -> Outcome:
     content = pair.artifact.content_sha256
     whole = {"signed": True, "key": str(config.key), "content_sha256": content}
     facts = f"signed by {config.key}, content {content[:12]}"
-    return answer(config.as_json, whole, [f"ok: {config.file} ({facts})"])
+    deliver(one_line(f"ok: {config.file} ({facts})"), whole, config.as_json)
+    return 0

@@ -2,83 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.options import arg, at_least, check_ranges, option, shared
+from artifacts.cli.arguments import TASKS, ArtifactFile, Device, Dtype, ModelName, Seed, Task
+from artifacts.cli.options import ADVANCED, Arg, CommandConfig
 from profiling.caches.parsing import CACHES, parse_cache
 from runtime.memory import OFFLOADS
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(CommandConfig):
     """Options of one comparison; 0 leaves a measurement out."""
 
-    model: str = shared(arguments.add_model)
-    config: Path | None = shared(
-        arguments.add_artifact,
-        "artifact with a decode section; none: --policy alone",
-        nargs="?",
-        default=None,
+    model: ModelName
+    config: Annotated[
+        ArtifactFile | None, Arg("artifact with a decode section; none: --policy alone")
+    ] = None
+    policies: Annotated[
+        tuple[str, ...],
+        Arg(
+            f"KIND or KIND:FIELD=VALUE,..., repeatable: caches to compare; kinds: {CACHES}",
+            repeat=True,
+            flags=("--policy",),
+        ),
+    ] = ()
+    context: Annotated[int, Arg("tokens in the cache when decode is timed"), Field(ge=1)] = 8192
+    steps: Annotated[int, Arg("tokens of a timed round", group=ADVANCED), Field(ge=1)] = 16
+    repeats: Annotated[
+        int, Arg("timed rounds, interleaved, 0 for none", group=ADVANCED), Field(ge=0)
+    ] = 5
+    text: Annotated[str | None, Arg("long text for perplexity; without it there is none")] = None
+    texts: Annotated[int, Arg("windows of it", group=ADVANCED), Field(ge=1)] = 1
+    text_length: Annotated[int, Arg("tokens of the text's window", group=ADVANCED), Field(ge=1)] = (
+        4096
     )
-    policies: tuple[str, ...] = arg(
-        "--policy",
-        action="append",
-        default=(),
-        help=f"KIND or KIND:FIELD=VALUE,..., repeatable: caches to compare; kinds: {CACHES}",
-    )
-    context: int = option(
-        "tokens in the cache when decode is timed", default=8192, within=at_least(1)
-    )
-    steps: int = option("tokens of a timed round", default=16, within=at_least(1), advanced=True)
-    repeats: int = option(
-        "timed rounds, interleaved, 0 for none", default=5, within=at_least(0), advanced=True
-    )
-    text: str | None = option("long text for perplexity; without it there is none", default=None)
-    texts: int = option("windows of it", default=1, within=at_least(1), advanced=True)
-    text_length: int = option(
-        "tokens of the text's window", default=4096, within=at_least(1), advanced=True
-    )
-    forced: int = option(
-        "of these, decoded one by one at the end", default=512, within=at_least(1), advanced=True
-    )
-    task: str = shared(
-        arguments.add_task,
-        f"what is answered (default passkey); {arguments.TASKS}",
-        several=False,
-        default="passkey",
-    )
-    task_length: int = option(
-        "tokens of its prompts", default=4096, within=at_least(1), advanced=True
-    )
-    trials: int = option("seeded prompts of the task, 0 for none", default=20, within=at_least(0))
-    dense_prefill: bool = option(
-        "prefill the texts densely for the artifact: what decode alone loses (not policies)",
-        default=False,
-        action="store_true",
-        advanced=True,
-    )
-    prefill_chunk: int | None = option(
-        "prefill them so many tokens at a time (default: at once)",
-        default=None,
-        within=at_least(1),
-        advanced=True,
-    )
-    offload: tuple[str, ...] = arg(
-        "--offload",
-        nargs="+",
-        choices=OFFLOADS,
-        default=("auto",),
-        help="caches to compare (default auto)",
-    )
-    seed: int = shared(arguments.add_seed, default=1000)
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="auto")
+    forced: Annotated[
+        int, Arg("of these, decoded one by one at the end", group=ADVANCED), Field(ge=1)
+    ] = 512
+    task: Annotated[Task, Arg(f"what is answered (default passkey); {TASKS}")] = "passkey"
+    task_length: Annotated[int, Arg("tokens of its prompts", group=ADVANCED), Field(ge=1)] = 4096
+    trials: Annotated[int, Arg("seeded prompts of the task, 0 for none"), Field(ge=0)] = 20
+    dense_prefill: Annotated[
+        bool,
+        Arg(
+            "prefill the texts densely for the artifact: what decode alone loses (not policies)",
+            group=ADVANCED,
+        ),
+    ] = False
+    prefill_chunk: Annotated[
+        int | None,
+        Arg("prefill them so many tokens at a time (default: at once)", group=ADVANCED),
+        Field(ge=1),
+    ] = None
+    offload: Annotated[
+        tuple[str, ...], Arg("caches to compare (default auto)", choices=OFFLOADS)
+    ] = ("auto",)
+    seed: Seed = 1000
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    command: str = ""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.config is None and not self.policies:
             raise HeadwiseError("name an artifact with a decode section, or caches with --policy")
         if self.dense_prefill and self.offload != ("auto",):
@@ -90,3 +77,4 @@ class Comparison:
                 f"--forced must be below --text-length ({self.text_length}), got {self.forced}: "
                 "the tokens before are prefilled"
             )
+        return self

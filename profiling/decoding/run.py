@@ -204,7 +204,7 @@ def _record(
         "rows": [asdict(row) for row in rows],
         "all_seconds": timed.seconds,
         "speedups": {name: of_rounds(timed.seconds, name).over for name in timed.seconds},
-        "settings": {**asdict(config), "config": config.config and config.config.name},
+        "settings": {**config.settings(), "config": config.config and config.config.name},
         "artifact": artifact,
         "environment": environment(config.device),
     }

@@ -6,19 +6,24 @@ Imports no torch, so that a wrong option is refused at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.options import (
-    SHARE,
-    Range,
-    arg,
-    at_least,
-    check_ranges,
-    option,
-    shared,
+from artifacts.cli.arguments import (
+    TASKS,
+    ArtifactFile,
+    Device,
+    Dtype,
+    Length,
+    ModelName,
+    Out,
+    Revision,
+    Seed,
+    Tasks,
 )
+from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig
 from profiling.evaluation.method_table import CACHES, METHODS, default_methods
 from profiling.prompts.prompt import DEFAULT_TASKS, parse_task
 
@@ -28,8 +33,6 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ALL_TASKS = "all"
 # The task that has a grid of depths.
 GRID = "niah_single_2"
-_LENGTHS: Range = (lambda lengths: min(lengths) >= 1, "at least 1")
-_DEPTHS: Range = (lambda depths: all(0 <= depth <= 1 for depth in depths), "from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,107 +80,83 @@ class Speed:
     memory: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(CommandConfig):
     """One run of the command; None takes the default that depends on the rest."""
 
-    configs: tuple[Path, ...] = shared(
-        arguments.add_artifact,
-        "artifacts of one model, such as cfg.yaml",
-        dest="configs",
-        nargs="+",
+    configs: Annotated[tuple[ArtifactFile, ...], Arg("artifacts of one model, such as cfg.yaml")]
+    model: ModelName
+    out: Annotated[
+        Out,
+        Arg("folder of the report: index.html, evaluation.json, the resume file", metavar="FOLDER"),
+    ]
+    tasks: Annotated[
+        Tasks | None,
+        Arg(
+            f"what is asked, `all` for all that need no file (default "
+            f"{' '.join(DEFAULT_TASKS)}); {TASKS}; repeatable"
+        ),
+    ] = None
+    text: Annotated[
+        str | None, Arg("long text: adds perplexity by position, and is the haystack of the needle")
+    ] = None
+    length: Annotated[
+        tuple[Annotated[Length, Field(ge=1)], ...] | None,
+        Arg("prompt lengths (default: the model's positions)"),
+    ] = None
+    methods: Annotated[
+        tuple[str, ...] | None,
+        Arg(
+            f"`all`, or some of {' '.join(METHODS)}, NAME-tail without a dense tail, dense+CACHE "
+            f"and headwise+CACHE, with {' '.join(CACHES)} omnikv own (default: "
+            f"{' '.join(DEFAULT_METHODS)})"
+        ),
+    ] = None
+    samples: Annotated[
+        int | None,
+        Arg(
+            "prompts, or contexts, of each task, length, seed and depth of the needle (default 12)"
+        ),
+        Field(ge=1),
+    ] = None
+    depths: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1)], ...] | None,
+        Arg("where the needle lies (default: 0 0.25 0.5 0.75 1)", group=ADVANCED),
+    ] = None
+    share: Annotated[float, Arg("fraction of tokens that caches keep", group=ADVANCED), SHARE] = (
+        Evaluation.share
     )
-    model: str = shared(arguments.add_model)
-    out: Path = shared(
-        arguments.add_out,
-        "folder of the report: index.html, evaluation.json, the resume file",
-        metavar="FOLDER",
+    density: Annotated[
+        float | None, Arg("of single kinds (default: the artifact's own)", group=ADVANCED), SHARE
+    ] = None
+    seed: Seed = Evaluation.seed
+    seeds: Annotated[int, Arg("number of seeds, from --seed on", group=ADVANCED), Field(ge=1)] = (
+        Evaluation.seeds
     )
-    tasks: tuple[str, ...] | None = shared(
-        arguments.add_task,
-        f"what is asked, `all` for all that need no file (default {' '.join(DEFAULT_TASKS)})",
-        default=None,
+    quick: Annotated[bool, Arg("few prompts, methods and rounds")] = False
+    speed_only: Annotated[
+        bool, Arg("seconds to the first token, then of attention alone, and nothing else")
+    ] = False
+    repeats: Annotated[
+        int | None, Arg("timed rounds, interleaved (default 5)", group=ADVANCED), Field(ge=1)
+    ] = None
+    steps: Annotated[int, Arg("decoded tokens of a timed round", group=ADVANCED), Field(ge=1)] = (
+        Speed.steps
     )
-    text: str | None = option(
-        "long text: adds perplexity by position, and is the haystack of the needle", default=None
-    )
-    length: tuple[int, ...] | None = shared(
-        arguments.add_length,
-        "prompt lengths (default: the model's positions)",
-        several=True,
-        default=None,
-        within=_LENGTHS,
-    )
-    methods: tuple[str, ...] | None = option(
-        f"`all`, or some of {' '.join(METHODS)}, NAME-tail without a dense tail, dense+CACHE and "
-        f"headwise+CACHE, with {' '.join(CACHES)} omnikv own (default: "
-        f"{' '.join(DEFAULT_METHODS)})",
-        default=None,
-        nargs="+",
-    )
-    samples: int | None = option(
-        "prompts, or contexts, of each task, length, seed and depth of the needle (default 12)",
-        default=None,
-        within=at_least(1),
-    )
-    depths: tuple[float, ...] | None = option(
-        "where the needle lies (default: 0 0.25 0.5 0.75 1)",
-        default=None,
-        nargs="+",
-        type=float,
-        within=_DEPTHS,
-        advanced=True,
-    )
-    share: float = option(
-        "fraction of tokens that caches keep", default=Evaluation.share, within=SHARE, advanced=True
-    )
-    density: float | None = option(
-        "of single kinds (default: the artifact's own)",
-        default=None,
-        within=SHARE,
-        advanced=True,
-    )
-    seed: int = shared(arguments.add_seed, default=Evaluation.seed)
-    seeds: int = option(
-        "number of seeds, from --seed on",
-        default=Evaluation.seeds,
-        within=at_least(1),
-        advanced=True,
-    )
-    quick: bool = option("few prompts, methods and rounds", default=False, action="store_true")
-    speed_only: bool = option(
-        "seconds to the first token, then of attention alone, and nothing else",
-        default=False,
-        action="store_true",
-    )
-    repeats: int | None = option(
-        "timed rounds, interleaved (default 5)", default=None, within=at_least(1), advanced=True
-    )
-    steps: int = option(
-        "decoded tokens of a timed round", default=Speed.steps, within=at_least(1), advanced=True
-    )
-    speed: bool = arg("--no-speed", default=True, action="store_false", help="quality only")
-    memory: bool = arg(
-        "--no-memory", default=True, action="store_false", help="no peak memory", advanced=True
-    )
-    again: bool = arg(
-        "--time-again",
-        default=False,
-        action="store_true",
-        help="time anew, whatever the resume file has",
-        advanced=True,
-    )
-    attach: bool = option(
-        "write the summary into the first artifact's evidence", default=False, action="store_true"
-    )
-    fresh: bool = option("discard the resume file", default=False, action="store_true")
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="auto")
-    revision: str | None = shared(arguments.add_revision, default=None)
+    speed: Annotated[bool, Arg("quality only")] = True
+    memory: Annotated[bool, Arg("no peak memory", group=ADVANCED)] = True
+    again: Annotated[
+        bool,
+        Arg("time anew, whatever the resume file has", group=ADVANCED, flags=("--time-again",)),
+    ] = False
+    attach: Annotated[bool, Arg("write the summary into the first artifact's evidence")] = False
+    fresh: Annotated[bool, Arg("discard the resume file")] = False
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    revision: Revision = None
     command: str = ""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         for task in self.tasks or ():
             if task != ALL_TASKS:
                 parse_task(task)
@@ -186,3 +165,4 @@ class Config:
             raise HeadwiseError(
                 "--speed-only asks nothing: leave --task, --text, --samples and --no-speed away"
             )
+        return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +50,7 @@ def settled(config: Config, model: Any = None, *, quiet: bool = False) -> Config
     """
     untyped: Any = config
     if model is not None:
-        return replace(untyped, device=device_of(model), dtype=dtype_of(model))
+        return untyped.replace(device=device_of(model), dtype=dtype_of(model))
     device = resolve_device(untyped.device)
     check_device(device)
     if not quiet and command.verbosity >= 0:
@@ -59,7 +58,7 @@ def settled(config: Config, model: Any = None, *, quiet: bool = False) -> Config
     dtype = untyped.dtype
     if dtype == "auto":
         dtype = default_dtype(device)
-    decided: Config = replace(untyped, device=device, dtype=dtype)
+    decided: Config = untyped.replace(device=device, dtype=dtype)
     return decided
 
 

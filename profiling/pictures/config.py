@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.options import arg, at_least, check_ranges, option, shared
+from artifacts.cli.arguments import (
+    TASKS,
+    ArtifactFile,
+    Device,
+    Dtype,
+    Length,
+    ModelName,
+    Out,
+    Revision,
+    Seed,
+    Task,
+)
+from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import shorten
 from profiling.pictures.registry import pictures
 from profiling.prompts.prompt import parse_task
@@ -19,60 +32,55 @@ _NAMES = ", ".join(_PICTURES)
 _SHORTEST = 16
 
 
-def _head(text: str) -> tuple[int, int]:
+def _head(value: Any) -> Any:
     """Read `12.5`: layer and head."""
-    match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", text)
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", value)
     if match is None:
-        raise HeadwiseError(f"--head must be layer.head, such as 12.5, got {shorten(text)}")
+        raise HeadwiseError(f"--head must be layer.head, such as 12.5, got {shorten(value)}")
     return int(match[1]), int(match[2])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heatmaps:
+Head = Annotated[tuple[int, int] | None, BeforeValidator(_head)]
+"""Layer and query head, written 12.5."""
+
+
+class Heatmaps(CommandConfig):
     """Options of the pictures; None takes the default that depends on the rest.
 
     Attributes:
         head: (layer, query head).
     """
 
-    config: Path | None = shared(
-        arguments.add_artifact,
-        "artifact: its pattern is drawn over a head's attention, its filter layers marked",
-        nargs="?",
-        default=None,
-    )
-    out: Path = shared(arguments.add_out, "folder for the pictures", metavar="FOLDER")
-    profile: Path | None = option("folder that headwise similarity wrote", default=None)
-    model: str | None = shared(arguments.add_model, required=False, default=None)
-    pictures: tuple[str, ...] | None = arg(
-        "--picture",
-        default=None,
-        action="append",
-        help=f"one of {_NAMES}; repeatable (default: all that can be drawn)",
-    )
-    head: tuple[int, int] | None = option(
-        "head whose attention is drawn, as layer.head, such as 12.5", default=None, read=_head
-    )
-    task: str = shared(
-        arguments.add_task,
-        f"prompt (default passkey); {arguments.TASKS}",
-        several=False,
-        default="passkey",
-    )
-    length: int | None = shared(
-        arguments.add_length,
-        f"its length in tokens (default {DEFAULT_LENGTH})",
-        default=None,
-        within=at_least(_SHORTEST),
-    )
-    seed: int = shared(arguments.add_seed, default=0)
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="auto")
-    revision: str | None = shared(arguments.add_revision, default=None)
+    config: Annotated[
+        ArtifactFile | None,
+        Arg("artifact: its pattern is drawn over a head's attention, its filter layers marked"),
+    ] = None
+    out: Annotated[Out, Arg("folder for the pictures", metavar="FOLDER")]
+    profile: Annotated[Path | None, Arg("folder that headwise similarity wrote")] = None
+    model: ModelName | None = None
+    pictures: Annotated[
+        tuple[str, ...] | None,
+        Arg(
+            f"one of {_NAMES}; repeatable (default: all that can be drawn)",
+            repeat=True,
+            flags=("--picture",),
+        ),
+    ] = None
+    head: Annotated[Head, Arg("head whose attention is drawn, as layer.head, such as 12.5")] = None
+    task: Annotated[Task, Arg(f"prompt (default passkey); {TASKS}")] = "passkey"
+    length: Annotated[
+        Length | None, Arg(f"its length in tokens (default {DEFAULT_LENGTH})"), Field(ge=_SHORTEST)
+    ] = None
+    seed: Seed = 0
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    revision: Revision = None
     command: str = ""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         parse_task(self.task)
         if self.profile is None and self.model is None:
             raise HeadwiseError("nothing to draw from: give --profile DIR or --model M")
@@ -81,6 +89,7 @@ class Heatmaps:
                 raise HeadwiseError(f"unknown picture {shorten(name)}; known: {_NAMES}")
             if _PICTURES[name].of == "model" and (self.model is None or self.head is None):
                 raise HeadwiseError(f"the picture {name!r} needs --model and --head")
+        return self
 
     @property
     def names(self) -> list[str]:

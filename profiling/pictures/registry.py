@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 Origin = Literal["artifact", "model", "profile"]
 # In the order in which pictures are drawn.
-_MODULES = tuple(f"profiling.pictures.{name}" for name in ("similarity", "attention", "patterns"))
+_NAMES = ("similarity", "attention", "patterns", "candidates")
+_MODULES = tuple(f"profiling.pictures.{name}" for name in _NAMES)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -6,7 +6,7 @@ Shapes: L layers of the model, N of them measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ def resolve(config: SimilarityConfig, name: str, max_positions: int) -> Similari
         raise HeadwiseError(
             f"--top-k {top_k} chooses every token of {length}: give fewer than --length"
         )
-    return replace(config, length=length, top_k=top_k)
+    return config.replace(length=length, top_k=top_k)
 
 
 def prompt_length(config: SimilarityConfig, task: Task) -> int:

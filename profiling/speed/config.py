@@ -5,12 +5,14 @@ Imports no torch, so that a wrong option is refused at once.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.options import arg, at_least, check_ranges, option, shared
+from artifacts.cli.arguments import Device, Dtype, Length, Seed
+from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,11 @@ class Size:
         return 2.0 * self.length**2 * self.heads * self.head_dim
 
 
-def head_pair(text: str) -> tuple[int, int]:
+def _head_pair(value: Any) -> Any:
     """Read H/G, such as 32/8."""
-    heads, slash, kv_heads = text.partition("/")
+    if not isinstance(value, str):
+        return value
+    heads, slash, kv_heads = value.partition("/")
     if not (
         slash
         and heads.isdigit()
@@ -46,61 +50,47 @@ def head_pair(text: str) -> tuple[int, int]:
         and int(kv_heads)
         and int(heads) % int(kv_heads) == 0
     ):
-        raise argparse.ArgumentTypeError(
-            f"must be H/G with H a multiple of G, such as 32/8, got {text!r}"
+        raise HeadwiseError(
+            f"--heads must be H/G with H a multiple of G, such as 32/8, got {value!r}"
         )
     return int(heads), int(kv_heads)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
+class Bench(CommandConfig):
     """Options of the measurement.
 
     Attributes:
         heads: pairs of query and KV heads.
     """
 
-    length: tuple[int, ...] = shared(
-        arguments.add_length,
-        "tokens (default 4096 8192 16384 32768)",
-        several=True,
-        default=(4096, 8192, 16_384, 32_768),
+    length: Annotated[tuple[Length, ...], Arg("tokens (default 4096 8192 16384 32768)")] = (
+        4096,
+        8192,
+        16_384,
+        32_768,
     )
-    head_dims: tuple[int, ...] = arg(
-        "--head-dims", type=int, nargs="+", default=(64, 128), help="(default 64 128)"
-    )
-    heads: tuple[tuple[int, int], ...] = arg(
-        "--heads",
-        type=head_pair,
-        nargs="+",
-        metavar="H/G",
-        default=((9, 3),),
-        help="query and KV heads (default 9/3)",
-    )
-    density: tuple[float, ...] = arg(
-        "--density",
-        type=float,
-        nargs="+",
-        default=(),
-        help="what the patterns are sized for (default 0.12)",
-    )
-    paper_sizes: bool = option(
-        "the sizes that MInference 1.0 names", default=False, action="store_true", advanced=True
-    )
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="auto")
-    repeats: int = option("timed rounds, interleaved", default=5, within=at_least(1), advanced=True)
-    seed: int = shared(arguments.add_seed, default=0)
+    head_dims: Annotated[tuple[int, ...], Arg("(default 64 128)")] = (64, 128)
+    heads: Annotated[
+        tuple[Annotated[tuple[int, int], BeforeValidator(_head_pair)], ...],
+        Arg("query and KV heads (default 9/3)", metavar="H/G"),
+    ] = ((9, 3),)
+    density: Annotated[
+        tuple[Annotated[float, SHARE], ...], Arg("what the patterns are sized for (default 0.12)")
+    ] = ()
+    paper_sizes: Annotated[bool, Arg("the sizes that MInference 1.0 names", group=ADVANCED)] = False
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    repeats: Annotated[int, Arg("timed rounds, interleaved", group=ADVANCED), Field(ge=1)] = 5
+    seed: Seed = 0
+    command: str = ""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        for density in self.density:
-            if not 0 < density <= 1:
-                raise HeadwiseError(f"--density must be above 0 and at most 1, got {density}")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.density and self.paper_sizes:
             raise HeadwiseError("--paper-sizes are sizes of their own: leave --density away")
         # Before anything is measured: the last size may be the one that cannot be.
         _ = self.sizes
+        return self
 
     @property
     def sizes(self) -> list[Size]:

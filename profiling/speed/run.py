@@ -41,7 +41,7 @@ def cells(size: Size, speed: Speed) -> list[str]:
     ]
 
 
-def run(config: Bench, command: str, *, show: bool) -> dict[str, Any]:
+def run(config: Bench, *, show: bool) -> dict[str, Any]:
     """Measure every size and return the record; `show` prints a line as soon as it is measured."""
     where = environment(config.device)
     widths = [max(len(name), 7) for name in HEADER]
@@ -68,8 +68,8 @@ def run(config: Bench, command: str, *, show: bool) -> dict[str, Any]:
             print_line(cells(size, speed))
             lines.append((size, speed))
     return {
-        "command": command,
-        "settings": asdict(config),
+        "command": config.command,
+        "settings": config.settings(),
         "environment": {**where, "backend": _backend(config.sizes[0])},
         "lines": [asdict(size) | asdict(speed) for size, speed in lines],
     }

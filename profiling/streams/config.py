@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.options import arg, at_least, check_ranges, option, shared
+from artifacts.cli.arguments import Device, Dtype, Fresh, ModelName, Out, Revision
+from artifacts.cli.options import ADVANCED, Arg, CommandConfig
 from artifacts.errors import shorten
 from profiling.caches.parsing import CACHES, parse_cache
 
@@ -18,50 +20,52 @@ _BLOCK = 1024
 _BLOCKS = 200
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamConfig:
+class StreamConfig(CommandConfig):
     """Options of a stream."""
 
-    model: str = shared(arguments.add_model)
-    out: Path = shared(arguments.add_out, "folder for stream.json", metavar="FOLDER")
-    tokens: int = arg("--tokens", help="length of the stream", within=at_least(2))
-    text: Path = arg("--text", help="text file; repeated if it is shorter than the stream")
-    policies: tuple[str, ...] = arg(
-        "--policy",
-        action="append",
-        default=(),
-        help=f"KIND or KIND:FIELD=VALUE,..., repeatable: caches to compare (default "
-        f"{' and '.join(_POLICIES)}); kinds: {CACHES}",
-    )
-    recompute: int = option(
-        "window of the method that recomputes it for each token, 0 for none",
-        default=1024,
-        within=at_least(0),
-    )
-    chunk: int = option("tokens fed at a time", default=256, within=at_least(1), advanced=True)
-    block: int | None = option(
-        "tokens of a mean and of a job in the resume file (default 1024 or more)",
-        default=None,
-        within=at_least(1),
-        advanced=True,
-    )
-    stride: int = option(
-        "recompute at one token in so many", default=16, within=at_least(1), advanced=True
-    )
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="auto")
-    revision: str | None = shared(arguments.add_revision, default=None)
-    fresh: bool = shared(arguments.add_fresh, default=False)
+    model: ModelName
+    out: Annotated[Out, Arg("folder for stream.json", metavar="FOLDER")]
+    tokens: Annotated[int, Arg("length of the stream"), Field(ge=2)]
+    text: Annotated[Path, Arg("text file; repeated if it is shorter than the stream")]
+    policies: Annotated[
+        tuple[str, ...],
+        Arg(
+            f"KIND or KIND:FIELD=VALUE,..., repeatable: caches to compare (default "
+            f"{' and '.join(_POLICIES)}); kinds: {CACHES}",
+            repeat=True,
+            flags=("--policy",),
+        ),
+    ] = ()
+    recompute: Annotated[
+        int, Arg("window of the method that recomputes it for each token, 0 for none"), Field(ge=0)
+    ] = 1024
+    chunk: Annotated[int, Arg("tokens fed at a time", group=ADVANCED), Field(ge=1)] = 256
+    block: Annotated[
+        int | None,
+        Arg(
+            "tokens of a mean and of a job in the resume file (default 1024 or more)",
+            group=ADVANCED,
+        ),
+        Field(ge=1),
+    ] = None
+    stride: Annotated[
+        int, Arg("recompute at one token in so many", group=ADVANCED), Field(ge=1)
+    ] = 16
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    revision: Revision = None
+    fresh: Fresh = False
     command: str = ""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if not self.text.is_file():
             raise HeadwiseError(f"there is no text file {shorten(str(self.text), 200)}")
         for text in self.policies:
             parse_cache(text)
             if self.policies.count(text) > 1:
                 raise HeadwiseError(f"--policy {text} is given twice")
+        return self
 
     @property
     def methods(self) -> tuple[str, ...]:

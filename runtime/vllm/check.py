@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from artifacts import Artifact, HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.command import FOUND, ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
-from artifacts.commands import Outcome
+from artifacts.cli.arguments import ArtifactFile, ModelName
+from artifacts.cli.command import FOUND
+from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import one_line, ranges, shorten
 from artifacts.schema.front import POINT, read_point
 from kernels import registry
@@ -33,7 +31,7 @@ TRIED = ("0.32.0", "0.33.0")
 # Ways to make drafts: without a model, or with one whose layers are the parent's.
 _DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
 _WITHOUT = "set kv_cache to null in CFG, then headwise validate --rehash CFG"
-_EPILOG = """\
+EXAMPLES = """\
 examples:
   headwise check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct
   headwise check cfg.yaml --model ./model --tensor-parallel-size 4
@@ -157,28 +155,33 @@ def grouped(layers: Iterable[tuple[int, str]]) -> dict[str, str]:
     return {text: ranges(numbers) for text, numbers in groups.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+def _point(value: str | None) -> str | None:
+    if value is not None and read_point(value) is None:
+        raise HeadwiseError(f"--point must be {POINT}, got {value}")
+    return value
+
+
+class Config(CommandConfig):
     """Artifact, model, and processes over which its heads are sharded."""
 
-    file: Path = shared(arguments.add_artifact, dest="file")
-    model: str = shared(arguments.add_model, "the model, as passed to vLLM: a folder or a name")
-    tensor_parallel_size: int = option(
-        "over how many processes heads are sharded", default=1, within=at_least(1), metavar="N"
-    )
-    point: str | None = option(
-        "point of the artifact's front: speedup=X (at least), kl=X (at most), recall=X (at least)",
-        default=None,
-        within=(lambda point: read_point(point) is not None, POINT),
-        metavar="NAME=X",
-    )
+    file: ArtifactFile
+    model: Annotated[ModelName, Arg("the model, as passed to vLLM: a folder or a name")]
+    tensor_parallel_size: Annotated[
+        int, Arg("over how many processes heads are sharded", metavar="N"), Field(ge=1)
+    ] = 1
+    point: Annotated[
+        str | None,
+        Arg(
+            "point of the artifact's front: speedup=X (at least), kl=X (at most), recall=X "
+            "(at least)",
+            metavar="NAME=X",
+        ),
+        AfterValidator(_point),
+    ] = None
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-def run(config: Config) -> Outcome:
-    """Check, and return the layers served and the command that starts vLLM, or status 3.
+def run(config: Config) -> int:
+    """Print the layers served and the command that starts vLLM, or the reasons why not; then 3.
 
     Raises:
         HeadwiseError: the artifact or the model's configuration cannot be read.
@@ -192,7 +195,8 @@ def run(config: Config) -> Outcome:
     text = whole.get_text_config(decoder=True)
     size = config.tensor_parallel_size
     if reasons := list(misfits(artifact, whole, text, size)):
-        return Outcome(text="".join(f"no: {one_line(r)}\n" for r in reasons), status=FOUND)
+        print("\n".join(f"no: {one_line(reason)}" for reason in reasons))
+        return FOUND
     below = artifact.prefill.dense_below
     lines = [
         f"ok: vLLM would serve {config.model} by {config.file} from {below} tokens on",
@@ -200,7 +204,8 @@ def run(config: Config) -> Outcome:
         *_notes(),
         command(config.model, fields, size),
     ]
-    return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
+    print("\n".join(map(one_line, lines)))
+    return 0
 
 
 def _layers(artifact: Artifact, config: Any) -> list[str]:
@@ -260,21 +265,3 @@ def _model_config(model: str) -> Any:
         lines = str(error).strip().splitlines() or ["no message"]
         where = f"the configuration of {shorten(model)} cannot be read"
         raise HeadwiseError(f"{where}: {lines[0]}") from None
-
-
-def parser() -> ArgumentParser:
-    """Make the command line of headwise check."""
-    result = ArgumentParser(prog="headwise check", description=__doc__, epilog=_EPILOG)
-    add_arguments(result, Config)
-    return result
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Check and print; returns the exit status."""
-    outcome = run(config_of(Config, vars(parser().parse_args(argv))))
-    sys.stdout.write(outcome.text)
-    return outcome.status
-
-
-if __name__ == "__main__":
-    run_command(main)

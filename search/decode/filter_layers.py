@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from artifacts import HeadwiseError
-from artifacts.cli.options import BETWEEN_0_AND_1, at_least, check_ranges, option
+from artifacts.cli.options import ADVANCED, BETWEEN_0_AND_1, Arg, CommandConfig
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,7 @@ class Choice:
         return len(self.filter_layers) + len(self.dense_layers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
+class Rules(CommandConfig):
     """Rules of a choice.
 
     Attributes:
@@ -40,16 +41,11 @@ class Rules:
         dense_first: the fewest full-attention layers before the first filter.
     """
 
-    filters: int = option("most filter layers", default=6, within=at_least(1), advanced=True)
-    sparse: float = option(
-        "least fraction of sparse layers", default=0.6, within=BETWEEN_0_AND_1, advanced=True
-    )
-    dense_first: int = option(
-        "first layers that are dense", default=0, within=at_least(0), advanced=True
-    )
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    filters: Annotated[int, Arg("most filter layers", group=ADVANCED), Field(ge=1)] = 6
+    sparse: Annotated[
+        float, Arg("least fraction of sparse layers", group=ADVANCED), BETWEEN_0_AND_1
+    ] = 0.6
+    dense_first: Annotated[int, Arg("first layers that are dense", group=ADVANCED), Field(ge=0)] = 0
 
     def full(self, layers: int) -> int:
         """Number of full-attention layers that may attend to everything, of `layers`."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
+from math import ceil
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator, Field
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
-from artifacts.cli import arguments
-from artifacts.cli.options import POSITIVE, at_least, check_ranges, nested, option, shared
+from artifacts.cli.arguments import ArtifactFile, Fresh, Out
+from artifacts.cli.options import ADVANCED, POSITIVE, Arg
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, parse_task
-from profiling.similarities.config import SimilarityConfig
+from profiling.similarities.config import Decoded, SimilarityConfig
 from profiling.similarities.layer_similarity import measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.layers import attention_layers, check_section, full_layers
@@ -23,7 +26,7 @@ from search.decode.section_search import SectionSearch
 from search.study import STORAGE_HELP, Study, check_storage
 
 
-def _budget(text: str) -> int | float:
+def _budget(value: Any) -> Any:
     """Read a number of tokens or a fraction.
 
     Raises:
@@ -31,20 +34,19 @@ def _budget(text: str) -> int | float:
     """
     budget: int | float = 0
     try:
-        budget = float(text)
-        if "." not in text:
-            budget = int(text)
+        budget = float(value)
+        if "." not in str(value):
+            budget = int(value)
     except ValueError:
         budget = 0
     if budget <= 0 or (isinstance(budget, float) and budget >= 1):
         raise HeadwiseError(
-            f"--budget must be a number of tokens or a share between 0 and 1, got {text!r}"
+            f"--budget must be a number of tokens or a share between 0 and 1, got {value!r}"
         )
     return budget
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilterSearch:
+class FilterSearch(Decoded):
     """Config of a search for filter layers.
 
     Attributes:
@@ -52,40 +54,42 @@ class FilterSearch:
         worst: weight of the worst steps, of 1 in all.
     """
 
-    measured: SimilarityConfig
-    model: str = shared(arguments.add_model)
-    config: Path = shared(
-        arguments.add_artifact, "artifact to start from, as headwise search writes it"
+    config: Annotated[ArtifactFile, Arg("artifact to start from, as headwise search writes it")]
+    out: Annotated[Out, Arg("artifact to write; may be the same file")]
+    profile: Annotated[
+        Path | None, Arg("folder of headwise similarity, instead of measuring", group=ADVANCED)
+    ] = None
+    worst: Annotated[float, Arg("weight of the worst steps", group=ADVANCED), Field(ge=0, le=1)] = (
+        0.25
     )
-    out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
-    profile: Path | None = option(
-        "folder of headwise similarity, instead of measuring", default=None, advanced=True
-    )
-    worst: float = option(
-        "weight of the worst steps",
-        default=0.25,
-        within=(lambda value: 0 <= value <= 1, "from 0 to 1"),
-        advanced=True,
-    )
-    budget: int | float = option(
-        "tokens of a sparse layer, or a share such as 0.125", default=2048, read=_budget
-    )
-    selector: str = option(
-        choices=("last", "uniform", "exponential"), default="last", advanced=True
-    )
-    window: int = option("queries of the selector", default=16, within=at_least(1), advanced=True)
-    prefill_ratio: float | None = option(
-        "in chunked prefill, tokens of the past for each of the chunk",
-        default=None,
-        within=POSITIVE,
-        advanced=True,
-    )
-    storage: str | None = option(STORAGE_HELP, default=None, metavar="URL", advanced=True)
-    rules: Rules = nested(Rules)
-    fresh: bool = shared(arguments.add_fresh, default=False)
+    budget: Annotated[
+        int | float,
+        Arg("tokens of a sparse layer, or a share such as 0.125"),
+        BeforeValidator(_budget),
+    ] = 2048
+    selector: Annotated[
+        Literal["last", "uniform", "exponential"],
+        Arg("which queries choose, and how they are weighted", group=ADVANCED),
+    ] = "last"
+    window: Annotated[int, Arg("queries of the selector", group=ADVANCED), Field(ge=1)] = 16
+    prefill_ratio: Annotated[
+        float | None,
+        Arg("in chunked prefill, tokens of the past for each of the chunk", group=ADVANCED),
+        POSITIVE,
+    ] = None
+    storage: Annotated[str | None, Arg(STORAGE_HELP, group=ADVANCED, metavar="URL")] = None
+    rules: Rules = Field(default_factory=Rules)
+    fresh: Fresh = False
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @property
+    def measured(self) -> SimilarityConfig:
+        """The measurement of the similarity of layers."""
+        top_k = None
+        if isinstance(self.budget, float) and self.length:
+            top_k = ceil(self.budget * self.length)
+        return SimilarityConfig(
+            **{name: getattr(self, name) for name in Decoded.model_fields}, top_k=top_k
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +130,14 @@ def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
     if config.profile is not None:
         profile = load_profile(config.profile)
     check_storage(config.storage)
-    config = replace(config, measured=settled(config.measured))
+    config = settled(config)
     search = SectionSearch.begin(
         "filters",
         config.config,
         config.out,
         config.model,
-        dtype=config.measured.dtype,
-        device=config.measured.device,
+        dtype=config.dtype,
+        device=config.device,
     )
     model = search.artifact.model
     loaded = search.loaded
@@ -152,7 +156,7 @@ def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
             profile = measure(measured, loaded, ledger)
         error = profile.error(worst=config.worst).sum(-1)
         choice = best_choice(error, profile.layers, config.rules)
-        again = replace(measured, top_k=profile.about["top_k"])
+        again = measured.replace(top_k=profile.about["top_k"])
         result = compare(choice, profile, measure(again, loaded, ledger, prompts=held_out))
         _record(config, result)
         section = Decode(omnikv=_section(config, result))
@@ -184,7 +188,7 @@ def _like(measured: SimilarityConfig, profile: Profile | None) -> SimilarityConf
     if profile is None:
         return measured
     names = ("length", "samples", "steps", "seed")
-    return replace(measured, **{name: profile.about[name] for name in names})
+    return measured.replace(**{name: profile.about[name] for name in names})
 
 
 def score(choice: Choice, profile: Profile) -> Score:
@@ -233,7 +237,7 @@ def _section(config: FilterSearch, result: FilterResult) -> OmniKV:
     return OmniKV(
         filter_layers=result.choice.filter_layers,
         dense_layers=result.choice.dense_layers,
-        selector=config.selector,  # type: ignore[arg-type]
+        selector=config.selector,
         window=config.window,
         budget=config.budget,
         prefill_ratio=config.prefill_ratio,

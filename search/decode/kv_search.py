@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, ModelInfo
-from artifacts.cli import arguments
-from artifacts.cli.options import SHARE, arg, at_least, bytes_of, check_ranges, option, shared
+from artifacts.cli.arguments import (
+    TASKS,
+    ArtifactFile,
+    Device,
+    Dtype,
+    Fresh,
+    Length,
+    ModelName,
+    Out,
+    Seed,
+    Tasks,
+)
+from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig, bytes_of
 from artifacts.schema.kv_cache import Policy
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_policy, with_section
@@ -31,62 +40,52 @@ from search.model.hulls import spend
 from search.study import STORAGE_HELP, Study, check_storage
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVSearch:
+class KVSearch(CommandConfig):
     """Config of a search for KV budgets.
 
     The total is `share` of all tokens, or `target_bytes` of a cache of `context` tokens."""
 
-    model: str = shared(arguments.add_model)
-    config: Path = shared(
-        arguments.add_artifact, "artifact to start from, as headwise search writes it"
-    )
-    out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
-    share: float | None = arg(
-        "--target-share",
-        default=None,
-        either="total",
-        within=SHARE,
-        help="fraction of all tokens to keep, such as 0.2",
-    )
-    target_bytes: int | None = option(
-        "bytes of a sequence's cache at --context tokens, such as 64MiB",
-        default=None,
-        either="total",
-        read=lambda text: bytes_of(text, "--target-bytes"),
-    )
-    context: int | None = option(
-        "tokens that --target-bytes is for", default=None, within=at_least(1)
-    )
-    tasks: tuple[str, ...] = shared(
-        arguments.add_task,
-        "prompts to measure on (default multi_hop passkey)",
-        default=("multi_hop", "passkey"),
-    )
-    length: int = shared(
-        arguments.add_length,
-        "their length in tokens (default %(default)s)",
-        default=2048,
-        within=at_least(256),
-    )
-    samples: int = option("of each task", default=2, within=at_least(1), advanced=True)
-    forced: int = option(
-        "tokens of each held-out prompt decoded", default=128, within=at_least(1), advanced=True
-    )
-    normalised: bool = option(
-        "divide scores by how many queries could see a token (default), or keep H2O's sums",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        advanced=True,
-    )
-    storage: str | None = option(STORAGE_HELP, default=None, metavar="URL", advanced=True)
-    seed: int = shared(arguments.add_seed, default=0)
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="auto")
-    fresh: bool = shared(arguments.add_fresh, default=False)
+    model: ModelName
+    config: Annotated[ArtifactFile, Arg("artifact to start from, as headwise search writes it")]
+    out: Annotated[Out, Arg("artifact to write; may be the same file")]
+    share: Annotated[
+        float | None,
+        Arg(
+            "fraction of all tokens to keep, such as 0.2", either="total", flags=("--target-share",)
+        ),
+        SHARE,
+    ] = None
+    target_bytes: Annotated[
+        int | None,
+        Arg("bytes of a sequence's cache at --context tokens, such as 64MiB", either="total"),
+        BeforeValidator(partial(bytes_of, option="--target-bytes")),
+    ] = None
+    context: Annotated[int | None, Arg("tokens that --target-bytes is for"), Field(ge=1)] = None
+    tasks: Annotated[
+        Tasks, Arg(f"prompts to measure on (default multi_hop passkey); {TASKS}; repeatable")
+    ] = ("multi_hop", "passkey")
+    length: Annotated[Length, Arg("their length in tokens (default 2048)"), Field(ge=256)] = 2048
+    samples: Annotated[int, Arg("of each task", group=ADVANCED), Field(ge=1)] = 2
+    forced: Annotated[
+        int, Arg("tokens of each held-out prompt decoded", group=ADVANCED), Field(ge=1)
+    ] = 128
+    normalised: Annotated[
+        bool,
+        Arg(
+            "divide scores by how many queries could see a token (default), or keep H2O's sums",
+            group=ADVANCED,
+            both=True,
+        ),
+    ] = True
+    storage: Annotated[str | None, Arg(STORAGE_HELP, group=ADVANCED, metavar="URL")] = None
+    seed: Seed = 0
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    fresh: Fresh = False
+    command: str = ""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if (self.target_bytes is None) != (self.context is None):
             raise HeadwiseError(
                 "--target-bytes needs --context, and --context needs --target-bytes"
@@ -95,6 +94,7 @@ class KVSearch:
             raise HeadwiseError(
                 f"--forced must be below --length ({self.length}), got {self.forced}"
             )
+        return self
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.options import at_least, bytes_of, check_ranges, nested, option, shared
+from artifacts.cli.arguments import (
+    TASKS,
+    Backend,
+    Device,
+    Dtype,
+    Fresh,
+    Length,
+    ModelName,
+    Out,
+    Picture,
+    Revision,
+    Seed,
+    Tasks,
+)
+from artifacts.cli.options import ADVANCED, Arg, CommandConfig, bytes_of
 from artifacts.schema.search import CostUnit
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
 from search.study import STORAGE_HELP
 
 DEFAULT_BUDGET = 0.25
+# Of --preset paper.
+PAPER_LENGTH = 30_000
+PAPER_BUDGET = "a_shape:1024,4096"
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask
 # elsewhere than at the end of a prompt, so they see no gain in a tail, and users' prompts end
 # with a question more often than not: without a tail SmolLM2 lost 5 of 6 pass keys at 4,096 tokens,
@@ -21,18 +39,15 @@ DEFAULT_BUDGET = 0.25
 TAILS = (64, 256)
 
 
-def _share(text: str) -> float:
+def _number(value: Any) -> Any:
+    """Read a number; --preset paper takes other texts too."""
     try:
-        return float(text)
+        return float(value) if isinstance(value, str) else value
     except ValueError:
-        raise HeadwiseError(
-            f"--budget {text!r} must be a fraction of dense attention's cost such as 0.25; "
-            "a_shape:SINK,WINDOW goes with --preset paper"
-        ) from None
+        return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSearch:
+class ModelSearch(CommandConfig):
     """Config of a search with one budget for the model; None takes a default of the model's.
 
     Attributes:
@@ -44,85 +59,101 @@ class ModelSearch:
         storage: of an Optuna study of all that is measured, any URL that it takes; None keeps none.
         max_memory: bytes of weights that stay on the device, None all; the other layers come in
             one at a time.
+        preset: paper asks for the search of HeadSearch, with the options that it has.
     """
 
-    model: str = shared(arguments.add_model)
-    out: Path = shared(arguments.add_out, "artifact to write, such as cfg.yaml")
-    tasks: tuple[str, ...] = shared(
-        arguments.add_task,
-        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}), text:FILE for text like "
-        f"yours",
-        default=CALIBRATED_TASKS,
-    )
-    length: int | None = shared(
-        arguments.add_length,
-        "tokens of a prompt (default: the model's positions, at most 8192)",
-        default=None,
-    )
-    samples: int = option("prompts of each task", default=1, within=at_least(1), advanced=True)
-    budget: float | None = option(
-        f"fraction of dense attention's cost to spend (default {DEFAULT_BUDGET}, or the least)",
-        default=None,
-        read=_share,
-    )
-    cost: CostUnit = option(
-        "what is spent, seconds or flops (default seconds)",
-        metavar="UNIT",
-        default="seconds",
-        choices=("seconds", "flops"),
-        advanced=True,
-    )
-    storage: str | None = option(STORAGE_HELP, default=None, metavar="URL", advanced=True)
-    limits: Limits = nested(Limits)
-    seed: int = shared(arguments.add_seed, default=0, within=at_least(0))
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="auto")
-    backend: str = shared(arguments.add_backend, default="auto")
-    revision: str | None = shared(arguments.add_revision, default=None)
-    max_memory: int | None = option(
-        "weights that stay on the device, such as 16GiB (default: all)",
-        default=None,
-        metavar="SIZE",
-        read=lambda text: bytes_of(text, "--max-memory"),
-        advanced=True,
-    )
-    dense_below: int | None = option(
-        "serve shorter prompts densely (default: measured, or half the length)",
-        default=None,
-        within=at_least(1),
-        advanced=True,
-    )
-    dense_tail: int | None = option(
-        f"last queries kept dense (default: the best of {', '.join(map(str, TAILS))})",
-        default=None,
-        within=at_least(0),
-        advanced=True,
-    )
-    beyond_positions: bool = option(
-        "allow a --length over the model's positions",
-        default=False,
-        action="store_true",
-        advanced=True,
-    )
-    fresh: bool = shared(arguments.add_fresh, default=False)
-    keep: bool = option(
-        "write the artifact even if it is too slow to serve",
-        default=False,
-        action="store_true",
-    )
-    picture: bool = shared(arguments.add_picture, default=True)
+    shares_work: ClassVar[bool] = True
+
+    model: ModelName
+    out: Annotated[Out, Arg("artifact to write, such as cfg.yaml")]
+    tasks: Annotated[
+        Tasks,
+        Arg(
+            f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}), text:FILE for text "
+            f"like yours; {TASKS}; repeatable"
+        ),
+    ] = CALIBRATED_TASKS
+    length: Annotated[
+        Length | None, Arg("tokens of a prompt (default: the model's positions, at most 8192)")
+    ] = None
+    samples: Annotated[int, Arg("prompts of each task", group=ADVANCED), Field(ge=1)] = 1
+    budget: Annotated[
+        float | str | None,
+        Arg(
+            f"fraction of dense attention's cost to spend (default {DEFAULT_BUDGET}, or the least)"
+        ),
+        BeforeValidator(_number),
+    ] = None
+    cost: Annotated[
+        CostUnit,
+        Arg("what is spent, seconds or flops (default seconds)", group=ADVANCED, metavar="UNIT"),
+    ] = "seconds"
+    storage: Annotated[str | None, Arg(STORAGE_HELP, group=ADVANCED, metavar="URL")] = None
+    limits: Limits = Field(default_factory=Limits)
+    seed: Seed = 0
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    backend: Backend = "auto"
+    revision: Revision = None
+    max_memory: Annotated[
+        int | None,
+        Arg(
+            "weights that stay on the device, such as 16GiB (default: all)",
+            group=ADVANCED,
+            metavar="SIZE",
+        ),
+        BeforeValidator(partial(bytes_of, option="--max-memory")),
+    ] = None
+    dense_below: Annotated[
+        int | None,
+        Arg(
+            "serve shorter prompts densely (default: measured, or half the length)", group=ADVANCED
+        ),
+        Field(ge=1),
+    ] = None
+    dense_tail: Annotated[
+        int | None,
+        Arg(
+            f"last queries kept dense (default: the best of {', '.join(map(str, TAILS))})",
+            group=ADVANCED,
+        ),
+        Field(ge=0),
+    ] = None
+    beyond_positions: Annotated[
+        bool, Arg("allow a --length over the model's positions", group=ADVANCED)
+    ] = False
+    fresh: Fresh = False
+    keep: Annotated[bool, Arg("write the artifact even if it is too slow to serve")] = False
+    picture: Picture = True
+    preset: Annotated[
+        Literal["paper"] | None,
+        Arg(
+            "paper: MInference's own search, of one prompt of one --task and --length (default "
+            f"{PAPER_LENGTH}), with a --budget for each head, a share or a_shape:SINK,WINDOW "
+            f"(default {PAPER_BUDGET})",
+            group=ADVANCED,
+        ),
+    ] = None
     command: str = ""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         for task in self.tasks:
             parse_task(task)
+        if self.preset is not None:
+            return self
         if self.length is not None and self.length < 128:
             raise HeadwiseError(f"--length must be at least 128, got {self.length}")
+        if isinstance(self.budget, str):
+            raise HeadwiseError(
+                f"--budget {self.budget!r} must be a fraction of dense attention's cost such as "
+                "0.25; a_shape:SINK,WINDOW goes with --preset paper"
+            )
         if not 0 < self.share <= 1:
             raise HeadwiseError(
                 f"--budget must be above 0 and at most 1 (dense attention), got {self.share:g}"
             )
+        return self
 
     @property
     def held_out_tasks(self) -> tuple[str, ...]:
@@ -136,7 +167,7 @@ class ModelSearch:
         """The budget that was asked for, or the default."""
         if self.budget is None:
             return DEFAULT_BUDGET
-        return self.budget
+        return float(self.budget)
 
     @property
     def tails(self) -> tuple[int, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from artifacts.cli.options import SHARE, Range, check_ranges, option
+from pydantic import Field
+
+from artifacts.cli.options import SHARE, Arg, CommandConfig
 
 if TYPE_CHECKING:
     from search.model.task_losses import TaskLoss
@@ -15,12 +16,10 @@ MAX_KL = 0.05
 MAX_PERPLEXITY = 0.03
 MAX_NLL = 0.1
 MAX_LOST = 0.1
-_ABOVE_0: Range = (lambda value: value > 0, "above 0")
 _GROUP = "limits on held-out prompts, task by task"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(CommandConfig):
     """Limits on the losses of each task; None: no limit.
 
     Attributes:
@@ -31,27 +30,22 @@ class Limits:
             alone fails nothing. A rise or a fraction fails only if its 95% interval is above 0.
     """
 
-    max_kl: float | None = option(
-        "nats a token to dense attention", default=MAX_KL, within=_ABOVE_0, group=_GROUP
+    max_kl: Annotated[
+        float | None, Arg("nats a token to dense attention", group=_GROUP), Field(gt=0)
+    ] = MAX_KL
+    max_perplexity: Annotated[float | None, Arg("rise on text", group=_GROUP), Field(gt=0)] = (
+        MAX_PERPLEXITY
     )
-    max_perplexity: float | None = option(
-        "rise on text", default=MAX_PERPLEXITY, within=_ABOVE_0, group=_GROUP
-    )
-    max_nll: float | None = option(
-        "rise of -log p of right answers, nats a token",
-        default=MAX_NLL,
-        within=_ABOVE_0,
-        group=_GROUP,
-    )
-    max_lost: float | None = option(
-        "right answers lost, as a fraction of dense attention's",
-        default=MAX_LOST,
-        within=SHARE,
-        group=_GROUP,
-    )
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    max_nll: Annotated[
+        float | None,
+        Arg("rise of -log p of right answers, nats a token", group=_GROUP),
+        Field(gt=0),
+    ] = MAX_NLL
+    max_lost: Annotated[
+        float | None,
+        Arg("right answers lost, as a fraction of dense attention's", group=_GROUP),
+        SHARE,
+    ] = MAX_LOST
 
     def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
         """The worst loss beyond a limit, in words; None where there is none."""

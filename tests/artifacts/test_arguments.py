@@ -5,73 +5,150 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 import pytest
+from pydantic import BeforeValidator, Field, model_validator
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments, command
-from artifacts.cli.command import ArgumentParser
+from artifacts.cli.arguments import ArtifactFile, Dtype, Json, Length, Picture, Tasks
 from artifacts.cli.options import (
+    ADVANCED,
     BETWEEN_0_AND_1,
-    add_arguments,
-    arg,
-    at_least,
-    check_ranges,
-    config_of,
-    option,
-    shared,
+    POSITIVE,
+    Arg,
+    CommandConfig,
+    bytes_of,
+    config_by_name,
 )
+from artifacts.cli.parser import ArgumentParser, parser_of, read
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    file: Path = shared(arguments.add_artifact, dest="file")
-    share: float | None = arg(
-        "--target-share", default=None, either="total", within=BETWEEN_0_AND_1
-    )
-    layers: tuple[int, ...] | None = arg(
-        "--by-hand",
-        default=None,
-        either="total",
-        read=lambda text: tuple(map(int, text.split(","))),
-    )
-    at_most: int = option("how many", default=3, within=at_least(1))
-    tasks: tuple[str, ...] = shared(arguments.add_task, "what is asked", default=("prose",))
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    picture: bool = shared(arguments.add_picture, default=True)
-    json: Path | None = shared(arguments.add_json, default=None)
+def by_hand(value: Any) -> Any:
+    """Read `1,2`."""
+    return tuple(map(int, value.split(","))) if isinstance(value, str) else value
+
+
+class Part(CommandConfig):
+    """Options of a part."""
+
+    rate: Annotated[float, Arg("of samples", group="part"), POSITIVE] = 0.5
+
+
+class Config(CommandConfig):
+    """An option of each sort."""
+
+    file: ArtifactFile
+    share: Annotated[
+        float | None, Arg(flags=("--target-share",), either="total"), BETWEEN_0_AND_1
+    ] = None
+    layers: Annotated[
+        tuple[int, int] | None,
+        Arg(flags=("--by-hand",), either="total"),
+        BeforeValidator(by_hand),
+    ] = None
+    at_most: Annotated[int, Arg("how many", ("-n", "--at-most")), Field(ge=1)] = 3
+    lengths: Annotated[tuple[Annotated[Length, Field(ge=16)], ...], Arg("tokens")] = (64,)
+    order: Annotated[Literal["rising", "falling"], Arg("sorted", group=ADVANCED)] = "rising"
+    folder: Annotated[Path | None, Arg("of pictures")] = None
+    tasks: Annotated[Tasks, Arg("what is asked")] = ("prose",)
+    dtype: Dtype = "auto"
+    picture: Picture = True
+    both: Annotated[bool, Arg("either", both=True)] = True
+    part: Part = Field(default_factory=Part)
+    as_json: Json = None
     command: str = ""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.at_most > len(self.lengths) + 10:
+            raise HeadwiseError(f"--at-most is too much, got {self.at_most}")
+        return self
 
 
-def parser(*names: str) -> ArgumentParser:
-    p = ArgumentParser()
-    add_arguments(p, Config, names or None)
-    return p
+def parser() -> ArgumentParser:
+    return parser_of(Config, "headwise try", "A command.")
 
 
 def parsed(words: str) -> Config:
-    return config_of(Config, vars(parser().parse_args(words.split())), command="typed")
+    return read(parser(), Config, words.split(), "typed")
 
 
 def test_config_of_parsed_options_has_types_and_defaults() -> None:
     config = parsed("a.yaml --target-share 0.5")
     assert config == Config(file=Path("a.yaml"), share=0.5, command="typed")
-    config = parsed("a.yaml --by-hand 1,2 --at-most 4 --task a --task b --no-picture --dtype bf16")
+    assert config.model_fields_set == {"file", "share", "part", "command"}
+    config = parsed("a.yaml --by-hand 1,2 -n 4 --task a --task b --no-picture --dtype bf16")
     assert (config.layers, config.at_most, config.dtype) == ((1, 2), 4, "bfloat16")
-    assert (config.tasks, config.picture) == (("a", "b"), False)
-    assert "how many (default 3)" in parser().format_help()
+    assert (config.tasks, config.picture, config.both) == (("a", "b"), False, True)
+    words = "--lengths 16 32 --order falling --folder maps --no-both --rate 2"
+    config = parsed(f"a.yaml --by-hand 1,2 {words}")
+    assert (config.lengths, config.order, config.folder) == ((16, 32), "falling", Path("maps"))
+    assert not config.both and config.part.rate == 2
 
 
-def test_add_arguments_of_some_fields_adds_no_others() -> None:
-    p = parser("at_most", "tasks")
-    assert vars(p.parse_args(["--at-most", "4"])) == {"at_most": 4, "tasks": None}
-    with pytest.raises(SystemExit):
-        p.parse_args(["--no-picture"])
+def test_help_has_defaults_choices_and_headings() -> None:
+    text = parser().format_help()
+    for part in (
+        "usage: headwise try (--target-share X | --by-hand LAYERS) ARTIFACT [options]",
+        "-n N, --at-most N     how many (default 3)",
+        "--lengths N [N ...]",
+        "--order {rising,falling}",
+        "--folder PATH",
+        "--both, --no-both",
+        "part:\n  --rate X              of samples (default 0.5)",
+    ):
+        assert part in text
+    assert text.index("part:") < text.index("\nadvanced:") < text.index("--order {rising")
+
+
+def test_config_by_name_accepts_text_for_a_path_and_one_value_for_several() -> None:
+    options = {"folder": "maps", "tasks": "a", "lengths": [16, 32], "rate": 2, "share": 0.5}
+    config = config_by_name(Config, options, file=Path("a.yaml"))
+    assert (config.folder, config.tasks, config.lengths) == (Path("maps"), ("a",), (16, 32))
+    assert config.part == Part(rate=2.0) and config.replace(at_most=4).at_most == 4
+    assert config.settings().keys() == Config.model_fields.keys() - {"command", "as_json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"file": "b.yaml"}, "unknown option 'file'; known: share, layers, at_most"),
+        ({"at_most": True}, "--at-most must be a whole number, got True"),
+        ({"at_most": "4"}, "--at-most must be a whole number, got '4'"),
+        ({"at_most": 20}, "--at-most is too much, got 20"),
+        ({"order": "none"}, "--order must be one of rising, falling, got 'none'"),
+        ({"lengths": [16, 8]}, "--lengths must be at least 16, got 8"),
+        ({"lengths": 2**31}, "--lengths must be from 16 to 2147483647, got 2147483648"),
+        ({"rate": 0}, "--rate must be above 0, got 0"),
+        ({"rate": float("inf")}, "--rate must be finite, got inf"),
+        ({"folder": 3}, "--folder must be a path, got 3"),
+        ({"picture": 1}, "--no-picture must be True or False, got 1"),
+        ({"tasks": 3}, "--task must be a text, got 3"),
+    ],
+)
+def test_config_by_name_names_a_wrong_value(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(HeadwiseError) as refused:
+        config_by_name(Config, options, file=Path("a.yaml"))
+    assert str(refused.value).startswith(says)
+
+
+def test_config_names_missing_and_unknown_options() -> None:
+    with pytest.raises(HeadwiseError, match=r"^ARTIFACT is required$"):
+        Config(share=0.5)  # type: ignore[call-arg]
+    with pytest.raises(HeadwiseError, match=r"^unknown option 'rates'; known: rate$"):
+        Part(rates=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="frozen"):
+        Part().rate = 2  # type: ignore[misc]
+
+
+def test_bytes_of_reads_units() -> None:
+    assert [bytes_of(text, "-b") for text in ("7", "1.5kB", "2 MiB", 9)] == [7, 1500, 2**21, 9]
+    for text in ("0", "1 KB", "-1", "much"):
+        with pytest.raises(HeadwiseError, match=r"^-b must be a number of bytes"):
+            bytes_of(text, "-b")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +157,8 @@ def test_add_arguments_of_some_fields_adds_no_others() -> None:
         ("--target-share 1", "--target-share must be between 0 and 1, got 1.0"),
         ("--target-share nan", "--target-share must be between 0 and 1, got nan"),
         ("--target-share 0.5 --at-most 0", "--at-most must be at least 1, got 0"),
+        ("--target-share 0.5 --json none/out.json", "--json: cannot write 'none/out.json'"),
+        ("--target-share 0.5 --json=", "--json: cannot write '.'"),
     ],
 )
 def test_check_ranges_names_the_option_and_its_value(words: str, says: str) -> None:
@@ -94,8 +173,8 @@ def test_check_ranges_names_the_option_and_its_value(words: str, says: str) -> N
         ("--target-share 0.5 --by-hand 1", "not allowed with argument"),
         ("--target-share much", "invalid float value: 'much'"),
         ("--target-share 0.5 --at", "--at"),
-        ("--target-share 0.5 --json none/out.json", "argument --json: cannot write 'none/out.json"),
-        ("--target-share 0.5 --json=", "argument --json: cannot write ''"),
+        ("--target-share 0.5 --order none", "argument --order: invalid choice: 'none'"),
+        ("--target-share 0.5 b.yaml", "unrecognized arguments: b.yaml; usage: headwise try"),
     ],
 )
 def test_parser_error_is_one_line(
@@ -113,9 +192,9 @@ def test_json_before_an_artifact_prints_to_stdout(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rest = "--target-share 0.5"
-    assert parsed(f"{rest} --json cfg.yaml").json == arguments.STDOUT
+    assert parsed(f"{rest} --json cfg.yaml").as_json == arguments.STDOUT
     for typed in ("--json out.json", "--json=out.json"):
-        assert parsed(f"cfg.yaml {rest} {typed}").json == Path("out.json")
+        assert parsed(f"cfg.yaml {rest} {typed}").as_json == Path("out.json")
     assert parsed(f"{rest} -- --json").file == Path("--json")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -28,17 +30,23 @@ def pair(tmp_path, make, arrays):
 
 
 def diff_of(files, **options):
-    outcome = run(Config(**files, as_json=STDOUT, **options))
-    data = json.loads(outcome.text)
-    assert outcome.status == (3 if data["differs"] else 0)
+    status, text = printed(files, as_json=STDOUT, **options)
+    data = json.loads(text)
+    assert status == (3 if data["differs"] else 0)
     return data
+
+
+def printed(files, **options):
+    """Exit status and text of a diff."""
+    with redirect_stdout(StringIO()) as out:
+        status = run(Config(**files, **options))
+    return status, out.getvalue()
 
 
 def test_diff_of_equal_content_ignores_times_and_commands(pair, make):
     search = make().search.model_copy(update={"command": "other"})
     files = pair(created_at="2026-01-01T00:00:00Z", search=search)
-    outcome = run(Config(**files))
-    assert (outcome.status, outcome.text) == (0, "no difference\n")
+    assert printed(files) == (0, "no difference\n")
     assert diff_of(files)["sections"] == []
 
 
@@ -73,7 +81,7 @@ def test_diff_counts_heads_by_kind_and_density(pair, make):
     old, new = data["heads"]["kinds"]
     assert old == {"vertical_slash": 4, "a_shape": 2, "block_sparse": 1, "dense": 1}
     assert new == {"vertical_slash": 2, "a_shape": 2, "block_sparse": 3, "dense": 1}
-    text = run(Config(**files)).text
+    text = printed(files)[1]
     assert "heads      3 have another pattern\n  block_sparse     1 -> 3\n" in text
     assert "at 4,096 tokens" in text and "a_shape" not in text
 
@@ -107,7 +115,7 @@ def test_diff_names_sections_and_arrays_and_evidence(pair, make):
     assert data["sections"] == ["decode", "evidence", "sidecar"]
     assert data["heads"]["changed"] == 0
     assert data["evidence"] == ["not proven: no gate has run on its patterns", "proven: because"]
-    text = run(Config(**files)).text
+    text = printed(files)[1]
     assert "sections   decode, evidence, sidecar\nevidence   not proven" in text
 
 
@@ -132,14 +140,14 @@ def test_diff_of_unlike_shapes_compares_no_heads(pair):
     save(artifact, files["after"], arrays)
     data = diff_of(files)
     assert data["differs"] and data["heads"]["changed"] is None and "model" in data["sections"]
-    assert "cannot be compared" in run(Config(**files)).text
+    assert "cannot be compared" in printed(files)[1]
 
 
 def test_diff_names_a_missing_sidecar(pair, make):
     files = pair(prefill=make().prefill.model_copy(update={"dense_below": 5000}))
     for file in files["before"].parent.glob("b.*.safetensors"):
         file.unlink()
-    text = run(Config(**files)).text
+    text = printed(files)[1]
     assert text.startswith("sidecar    ") and "is missing from" in text
     assert "sections   prefill\n" in text
 

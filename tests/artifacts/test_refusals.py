@@ -17,11 +17,11 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, load, load_arrays, load_pair, save
-from artifacts.__main__ import main
 from artifacts.cli.command import FOUND
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
 from artifacts.store.hashing import canonical_json, content_of, content_sha256
+from headwise.__main__ import main
 from tests.artifacts.conftest import as_yaml, build, build_every_kind, counting, replace_field
 from tests.sampling import sampled
 

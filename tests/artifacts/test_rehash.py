@@ -7,8 +7,8 @@ import json
 import pytest
 
 from artifacts import ArtifactError, HeadwiseError, load, load_pair
-from artifacts.__main__ import main
 from artifacts.commands.validate import Config, run
+from headwise.__main__ import main
 from tests.artifacts.conftest import files_of
 
 

@@ -21,12 +21,12 @@ from artifacts import (
     pattern_name,
     save,
 )
-from artifacts.__main__ import main
 from artifacts.commands.schema import schema
 from artifacts.schema.artifact import SCHEMA_VERSION
 from artifacts.schema.fields import LARGEST
 from artifacts.schema.validation import to_artifact
 from artifacts.store.write import SCHEMA_FILE
+from headwise.__main__ import main
 from tests.artifacts.conftest import counting
 
 

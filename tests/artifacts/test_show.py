@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from artifacts import Evidence, TaskFigures, Verdict, load, save
-from artifacts.__main__ import main
+from headwise.__main__ import main
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 
 import runtime
 from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair, save
-from artifacts.__main__ import main
 from artifacts.commands import sign as sign_verb
 from artifacts.store import read as store
 from artifacts.store.signing import signature_path
 from artifacts.store.write import sign
+from headwise.__main__ import main
 from tests.artifacts.conftest import make_key
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, Finding, HeadwiseError
-from artifacts.cli.command import ADVANCED, FOUND, run_command
+from artifacts.cli.command import FOUND, run_command
+from artifacts.cli.options import ADVANCED, Arg, argument, flags, option_fields
 from artifacts.store.write import sign
 from headwise.__main__ import GROUPS, VERBS, main, parser_of
 from headwise.command_page import page
@@ -64,6 +66,7 @@ RUNS = {
 ELSEWHERE = {"demo": "--model model --out out", "lm-eval": ""}
 TYPED = {**RUNS, **ELSEWHERE}
 PARSERS = {verb: parser_of(verb) for verb in VERBS}
+CONFIGS = {verb: import_module(module).Config for verb, module in VERBS.items()}
 OURS = [verb for verb in VERBS if verb != "lm-eval"]
 
 
@@ -233,8 +236,9 @@ def test_the_same_thing_has_the_same_name_everywhere(flag):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_device_of_a_command_defaults_to_auto(verb):
-    has_device = "--device" in PARSERS[verb]._option_string_actions
-    assert PARSERS[verb].get_default("device") == ("auto" if has_device else None)
+    device = CONFIGS[verb].model_fields.get("device")
+    assert (device is not None) == ("--device" in PARSERS[verb]._option_string_actions)
+    assert device is None or device.default == "auto"
 
 
 def test_the_help_of_a_search_fits_two_screens(monkeypatch):
@@ -251,7 +255,17 @@ def test_command_page_matches_help(monkeypatch):
 
 
 def test_search_alone_shares_its_work_over_ranks():
-    assert {verb for verb, parser in PARSERS.items() if parser.shares_work} == {"search"}
+    """And the harness, which does so itself."""
+    shared = {verb for verb, config in CONFIGS.items() if config.shares_work}
+    assert shared == {"search", "lm-eval"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_option_has_a_help_text_and_a_unique_flag(verb):
+    fields = option_fields(CONFIGS[verb])
+    assert fields and all((argument(field) or Arg()).help for field in fields.values())
+    names = [flag for name, field in fields.items() for flag in flags(name, field)]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(
@@ -311,7 +325,7 @@ def test_an_error_tells_more_where_that_is_asked_for(headwise):
 
 def test_output_that_nobody_reads_or_that_cannot_be_written():
     """The stream's buffer is written again at exit, after all handlers."""
-    command = [sys.executable, "-m", "artifacts", "schema"]
+    command = [sys.executable, "-m", "headwise", "schema"]
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -329,7 +343,7 @@ def test_a_terminal_without_the_letters(headwise):
         "cfg.yaml", lambda now, arrays: (now.model_copy(update={"model": model}), arrays)
     )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "artifacts", "show", "cfg.yaml"]
+    command = [sys.executable, "-m", "headwise", "show", "cfg.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and "mod\\xe8le" in done.stdout
 
@@ -345,8 +359,8 @@ def test_ctrl_c_while_a_command_imports_is_one_line(tmp_path):
     words = f"search --model m --out {tmp_path}/cfg.yaml".split()
     for command in (
         [sys.executable, str(script), *words],
-        [sys.executable, "-m", "search.heads", *words[1:]],
-        [sys.executable, "-m", "profiling.doctor"],
+        [sys.executable, "-m", "headwise", *words],
+        [sys.executable, "-m", "headwise", "doctor"],
     ):
         done = subprocess.run(
             command,

@@ -6,7 +6,9 @@ Files and published values are those that each tool's own code writes and reads.
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,12 @@ from artifacts import (
     load,
     load_pair,
 )
-from artifacts.__main__ import main
 from artifacts.analysis.density import mean_density
 from artifacts.cli.arguments import STDOUT
 from artifacts.commands import validate
 from artifacts.commands.convert import Config, run
 from artifacts.interop.formats import FORMATS, guess
+from headwise.__main__ import main
 from tests.artifacts.conftest import build, build_every_kind
 
 FILES = Path(__file__).parents[1] / "artifacts" / "interop"
@@ -139,7 +141,9 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 def convert(file: Path, out: Path, **options: Any) -> dict[str, Any]:
     """The report of a conversion."""
-    return json.loads(run(Config(file=file, out=out, as_json=STDOUT, **options)).text)["report"]
+    with redirect_stdout(StringIO()) as printed:
+        run(Config(file=file, out=out, as_json=STDOUT, **options))
+    return json.loads(printed.getvalue())["report"]
 
 
 def outcome(report: dict[str, Any]) -> str:
@@ -180,7 +184,7 @@ def test_import_reads_patterns_and_reports_losses(case, tmp_path):
     assert patterns_of(artifact) == case.expected
     assert outcome(report) == case.there
     assert artifact.search is None and artifact.model.weights_sha256 is None
-    assert validate.run(validate.Config(file=tmp_path / "cfg.yaml")).status == 0
+    assert validate.run(validate.Config(file=tmp_path / "cfg.yaml")) == 0
 
 
 @every_case
@@ -299,10 +303,10 @@ def test_export_modelopt_has_one_threshold_or_a_target_density(searched, tmp_pat
 def test_convert_strict_writes_no_lossy_file(tmp_path):
     strict = {"out": tmp_path / "out.json", "target": "minference", "strict": True}
     artifacts.save(build(), tmp_path / "cfg.yaml")
-    assert run(Config(file=tmp_path / "cfg.yaml", **strict)).status == 3
+    assert run(Config(file=tmp_path / "cfg.yaml", **strict)) == 3
     assert not (tmp_path / "out.json").exists()
     imported(tmp_path, case_of("head_patterns.json"))
-    assert run(Config(file=tmp_path / "cfg.yaml", **strict)).status == 0
+    assert run(Config(file=tmp_path / "cfg.yaml", **strict)) == 0
     assert (tmp_path / "out.json").exists()
 
 

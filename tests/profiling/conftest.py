@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from profiling import evaluate
+from headwise.__main__ import main
 from profiling.models.loading import load_model
 from profiling.prompts.words import sentences
 from profiling.quality.trials import Trial
@@ -97,7 +96,7 @@ def searched(folder, tmp_path_factory):
     (place / "text.txt").write_text("It was a long way to the sea, and nobody saw it. " * 400)
     model = str(place / "tiny")
     search = HeadSearch(model=model, out=place / "cfg.yaml", length=LENGTH, budget="0.8")
-    run(replace(search, dtype="float32", picture=False, command="x"))
+    run(search.replace(dtype="float32", picture=False, command="x"))
     return place
 
 
@@ -155,7 +154,7 @@ def command(searched, tmp_path, monkeypatch):
     def call(more, *, out="report", extra=""):
         base = f"{tmp_path}/cfg.yaml {extra} --model {searched}/tiny --out {tmp_path}/{out}"
         words = f"{base} --length {LENGTH} --dtype float32 --no-memory {more}"
-        assert evaluate.main(words.split()) == 0
+        assert main(["evaluate", *words.split()]) == 0
         return json.loads((tmp_path / out / "evaluation.json").read_text())
 
     return call

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
-from profiling import bench
 from profiling.speed import attention_speed
 from profiling.speed.baselines import (
     KERNEL,
@@ -39,14 +39,14 @@ def test_bench_of_a_wrong_result_prints_no_speed(monkeypatch, capsys):
     monkeypatch.setattr(attention_speed, "sparse_attention", slightly_off)
     options = ["--length", "256", "--head-dims", "64", "--repeats", "1"]
     with pytest.raises(HeadwiseError, match="headwise is wrong: largest error"):
-        bench.main([*options, "--dtype", "float32"])
+        main(["bench", *options, "--dtype", "float32"])
     assert "a_shape" not in capsys.readouterr().out
 
 
 def test_bench_table_equals_its_record(tmp_path, capsys):
     out = tmp_path / "bench.json"
     words = "--length 200 --head-dims 64 --repeats 1 --dtype float32 --json"
-    bench.main([*words.split(), str(out)])
+    main(["bench", *words.split(), str(out)])
     record = json.loads(out.read_text())
     lines = record["lines"]
     patterns = ["a_shape", "vertical_slash", "block_sparse", "dense"]
@@ -65,7 +65,7 @@ def test_bench_table_equals_its_record(tmp_path, capsys):
 def test_bench_paper_sizes_are_minferences(tmp_path):
     out = tmp_path / "bench.json"
     words = f"--length 100 --head-dims 64 --repeats 1 --paper-sizes --json {out}"
-    bench.main(words.split())
+    main(["bench", *words.split()])
     lines = json.loads(out.read_text())["lines"]
     assert [line["sizes"].get("slash") for line in lines] == [None, 6096, None]
 

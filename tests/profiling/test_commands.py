@@ -10,12 +10,13 @@ import sys
 import pytest
 
 RUN = """
-import importlib, json, sys
+import json, sys
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 
 def refusal(words):
     try:
-        importlib.import_module(f"profiling.{words[0]}").main(words[1:])
+        main(words)
     except HeadwiseError as error:
         return str(error)
     return "accepted"

@@ -19,7 +19,7 @@ from artifacts import (
     save,
     window_arrays,
 )
-from profiling import decode
+from headwise.__main__ import main
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.prompts.texts import read_ids
@@ -43,7 +43,7 @@ def rows(folder, tmp_path):
     def call(words):
         out = tmp_path / "figures.json"
         out.unlink(missing_ok=True)
-        decode.main(f"--model {folder} --dtype float32 --json {out} {words}".split())
+        main(["decode", *f"--model {folder} --dtype float32 --json {out} {words}".split()])
         return json.loads(out.read_text())["rows"]
 
     return call
@@ -143,7 +143,7 @@ def test_decode_prompts_that_a_search_saw_are_replaced_or_counted(
         save(artifact.model_copy(update={"search": search}), config, with_windows)
         words = f"{config} --model {searched / 'tiny'} --repeats 0 --json {out} --dtype float32 "
         words += f"--task {task}:{file} --task-length 600 --trials 1"
-        decode.main(words.split())
+        main(["decode", *words.split()])
         return json.loads(out.read_text())["seen_by_search"]
 
     assert overlaps(own) == []

@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 from kernels.native import build
 from profiling import doctor
 from profiling.speed import attention_speed
@@ -48,14 +49,14 @@ def estimates(attention: Speed = ATTENTION, **changes: Any) -> list[dict[str, fl
 
 def test_doctor_reports_facts_and_estimates_for_a_model(model, capsys):
     assert build.load() is None
-    assert doctor.main(["--json", "--model", model, "--dtype", "float32"]) == 0
+    assert main(["doctor", "--json", "--model", model, "--dtype", "float32"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["wrong"] == [] and report["on cpu"] == "the kernels agree with the fp32 reference"
     assert "float32 by float" in report["kernels"]
     # The model has 512 positions.
     (row,) = report["estimates"]
     assert row["tokens"] == 512 and 0 < row["headwise_s"] <= row["dense_s"] < row["search_s"]
-    assert doctor.main(["--model", model, "--dtype", "float32"]) == 0
+    assert main(["doctor", "--model", model, "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("processor ") and "all is well" in out
     assert "times       tiny, within a factor of two" in out, "the folder's name"
@@ -89,7 +90,7 @@ def test_estimates_stay_within_the_positions_of_the_model():
 
 def test_doctor_without_kernels_fails_and_estimates_nothing(model, monkeypatch, capsys):
     monkeypatch.setattr(build, "load", lambda: "no C++ compiler found")
-    assert doctor.main(["--model", model]) == 3
+    assert main(["doctor", "--model", model]) == 3
     out = capsys.readouterr().out
     assert "kernels     none: no C++ compiler found" in out
     assert "faults      on cpu: attention runs by the slow reference, " in out
@@ -111,7 +112,7 @@ def test_check_reports_a_kernel_that_is_wrong_or_fails(monkeypatch):
 
 
 def test_doctor_without_a_model_prints_facts_alone(capsys):
-    assert doctor.main([]) == 0
+    assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "faults      none, all is well" in out and "times" not in out
 
@@ -119,10 +120,10 @@ def test_doctor_without_a_model_prints_facts_alone(capsys):
 def test_doctor_without_a_model_package_names_the_pip_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HeadwiseError, match="'gemma3' is not installed: pip install"):
-        doctor.main(["--model", "gemma3"])
+        main(["doctor", "--model", "gemma3"])
 
 
 def test_doctor_refuses_a_model_without_attention_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(HeadwiseError, match="no time of MambaConfig"):
-        doctor.main(["--model", str(tmp_path)])
+        main(["doctor", "--model", str(tmp_path)])

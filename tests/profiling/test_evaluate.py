@@ -11,8 +11,8 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError
-from artifacts.cli.options import config_of
-from profiling.evaluate import parser
+from artifacts.cli.parser import read
+from headwise.__main__ import parser_of
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation import run as evaluation_run
 from profiling.evaluation.config import Config
@@ -177,7 +177,7 @@ def test_evaluate_default_tasks_and_length(searched):
 
     def defaults(more=""):
         line = f"{searched}/cfg.yaml --model elsewhere --out report {more}".split()
-        config = config_of(Config, vars(parser().parse_args(line)))
+        config = read(parser_of("evaluate"), Config, line, "")
         quality = evaluation_run.quality_of(config, artifact)
         return quality.tasks, quality.lengths
 

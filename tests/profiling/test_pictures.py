@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,11 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from artifacts.schema.patterns import RECORDS
-from profiling import heatmaps, plot
+from headwise.__main__ import main
+from profiling import plot
 from profiling.models.loading import load_model
 from profiling.pictures.attention import HeadMap, attention_figure, measure
+from profiling.pictures.candidates import candidates_figure, frontier
 from profiling.pictures.drawing import save, shade
 from profiling.pictures.patterns import draw_pattern_map, figure
 from profiling.pictures.similarity import curve_figure, similarity_figure
@@ -41,7 +44,7 @@ def test_heatmaps_of_a_profile_have_its_numbers(tmp_path, capsys):
     profile = random_profile(12, sliding=True)
     out = tmp_path / "out"
     save_profile(profile, tmp_path)
-    heatmaps.main(["--profile", str(tmp_path), "--out", str(out)])
+    main(["heatmaps", "--profile", str(tmp_path), "--out", str(out)])
     names = ["similarity", "similarity.multi_hop_a.txt", "similarity.passkey"]
     names += ["ability", "hit", "variability"]
     expected = {f"{name}.{kind}" for name in names for kind in ("png", "svg", "csv")}
@@ -62,7 +65,7 @@ def test_heatmaps_of_a_profile_have_its_numbers(tmp_path, capsys):
 def test_attention_picture_equals_pooled_weights(searched, tmp_path):
     model, config = searched / "tiny", searched / "cfg.yaml"
     words = f"--model {model} {config} --length {LENGTH} --dtype float32 --out {tmp_path}"
-    heatmaps.main(f"{words} --head 2.5 --picture attention".split())
+    main(["heatmaps", *f"{words} --head 2.5 --picture attention".split()])
     assert {path.name for path in tmp_path.iterdir()} == {
         f"attention.2.5.{kind}" for kind in ("png", "svg", "csv")
     }
@@ -93,7 +96,7 @@ def test_attention_picture_equals_pooled_weights(searched, tmp_path):
 def test_heatmaps_of_a_model_measure_a_profile(searched, tmp_path):
     model = searched / "tiny"
     words = f"--model {model} --length 256 --dtype float32 --out {tmp_path} --picture similarity"
-    heatmaps.main(words.split())
+    main(["heatmaps", *words.split()])
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= {"similarity.safetensors", *(f"similarity.{k}" for k in ("png", "svg", "csv"))}
     assert len([name for name in names if name.endswith(".png")]) == 1
@@ -181,14 +184,16 @@ def test_heatmaps_refuses_a_head_that_does_not_exist(tmp_path):
         ("0.6", "no head 0.6"),
     ):
         with pytest.raises(HeadwiseError, match=reason):
-            heatmaps.main(f"{words} --picture attention --head {head}".split())
+            main(["heatmaps", *f"{words} --picture attention --head {head}".split()])
     assert not (tmp_path / "out").exists()
 
 
 def test_heatmaps_refuses_an_artifact_of_another_model(searched, tmp_path):
     save_profile(random_profile(3), tmp_path)
     with pytest.raises(HeadwiseError, match="the profile is of some-model, the artifact of tiny"):
-        heatmaps.main(f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split())
+        main(
+            ["heatmaps", *f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split()]
+        )
 
 
 @pytest.fixture
@@ -207,7 +212,7 @@ def scored(tmp_path):
 @pytest.mark.usefixtures("sketched")
 def test_plot_writes_a_row_per_head(scored, tmp_path):
     for out, stem in (("x", "x"), ("y.png", "y"), ("model-1.5", "model-1.5")):
-        paths = plot.run(plot.Plot(config=scored, out=tmp_path / out))
+        paths = plot.draw(plot.Config(config=scored, out=tmp_path / out))
         assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
     png, svg, table = paths
     assert png.is_file() and svg.is_file()
@@ -218,14 +223,68 @@ def test_plot_writes_a_row_per_head(scored, tmp_path):
     ]
 
 
+def with_candidates(scored, **arrays):
+    """The artifact of `scored` with candidates of its heads: one cheap, one good, one neither."""
+    artifact, former = artifacts.load_pair(scored)
+    shape = (artifact.model.num_layers, artifact.model.num_heads)
+    scores = {"cheap": (3.0, 1.0), "good": (1.0, 2.0), "neither": (2.0, 2.5)}
+    own = {"chosen.candidate": np.full(shape, 1, np.int32)}
+    for number, (name, (loss, seconds)) in enumerate(scores.items()):
+        for score, value in (("objective", loss), ("error", loss / 2), ("seconds", seconds)):
+            key = f"candidates.{number}.{name}.{score}"
+            own[key] = np.full(shape, value, np.float32)
+    artifacts.save(artifact, scored, {**former, **own, **arrays})
+    return scored
+
+
+@pytest.mark.usefixtures("sketched")
+def test_plot_of_a_head_has_a_line_for_each_candidate(scored, tmp_path):
+    config = with_candidates(scored)
+    assert main(["plot", str(config), "--head", "2.1", "--out", str(tmp_path / "head")]) == 0
+    lines = list(csv.DictReader((tmp_path / "head.csv").open()))
+    assert [line["candidate"] for line in lines] == ["cheap", "good", "neither"]
+    assert [line["frontier"] for line in lines] == ["True", "True", "False"]
+    assert [line["chosen"] for line in lines] == ["False", "True", "False"]
+    assert [float(line["seconds"]) for line in lines] == [1.0, 2.0, 2.5]
+    assert (tmp_path / "head.png").is_file() and (tmp_path / "head.svg").is_file()
+
+
+def test_candidates_of_a_head_are_marked_in_the_figure():
+    points = {0: (1.0, 3.0), 1: (2.0, 1.0), 2: (2.5, 2.0)}
+    assert frontier(points) == [0, 1]
+    drawn = candidates_figure(points, [0, 1], 1, title="layer 2, head 1", axes=("seconds", "error"))
+    (panel,) = drawn.axes
+    every, chosen = panel.collections
+    assert every.get_offsets().tolist() == [list(point) for point in points.values()]
+    assert chosen.get_offsets().tolist() == [[2.0, 1.0]]
+    assert panel.lines[0].get_xydata().tolist() == [[1.0, 3.0], [2.0, 1.0]]
+    assert texts_outside(drawn) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--head 9.0", "--head must be below "),
+        ("--head 2", "--head must be layer.head, such as 12.5, got '2'"),
+        ("--head 2.1", "the artifact has no candidates of head 2.1"),
+        ("--picture candidates", "--head goes with the picture candidates, which needs it"),
+        ("--picture patterns --head 2.1", "--head goes with the picture candidates"),
+    ],
+)
+def test_plot_names_a_head_that_it_cannot_draw(words, says, scored, tmp_path):
+    with pytest.raises(HeadwiseError, match=re.escape(says)):
+        main(["plot", str(scored), "--out", str(tmp_path / "head"), *words.split()])
+    assert not list(tmp_path.glob("head.*"))
+
+
 def test_plot_escapes_formulas_and_control_characters(scored, tmp_path, capsys):
     stem = tmp_path / "map\x1b[2J"
-    assert plot.main([str(scored), "--out", str(stem)]) == 0
+    assert main(["plot", str(scored), "--out", str(stem)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")]
     assert "\x1b" not in stem.with_name(f"{stem.name}.svg").read_text()
     with pytest.raises(HeadwiseError, match="--out: give the stem"):
-        plot.main([str(scored), "--out", ""])
+        main(["plot", str(scored), "--out", ""])
 
 
 @pytest.mark.usefixtures("sketched")

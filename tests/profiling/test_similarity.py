@@ -6,7 +6,6 @@ import csv
 import math
 import re
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 from profiling.inside.residual import ResidualStream
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
@@ -24,7 +24,6 @@ from profiling.similarities.mass import ability, agreement
 from profiling.similarities.run import run
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile
 from profiling.similarities.similarity_profile import load_profile as load
-from profiling.similarity import main
 from tests.profiling.pictures import random_profile
 from tests.tiny_text_model import save_tiny
 
@@ -166,8 +165,11 @@ def test_measure_of_a_text_is_teacher_forced_or_greedy(loaded, tmp_path):
 def test_similarity_command_writes_a_profile_and_tables(folder, tmp_path):
     out = tmp_path / "new" / "profile"
     main(
-        f"--model {folder} --out {out} --length 900 --steps 3 --samples 1 --task passkey "
-        "--task kv_retrieval --dtype float32 --top-k 50".split()
+        [
+            "similarity",
+            *f"--model {folder} --out {out} --length 900 --steps 3 --samples 1 --task passkey "
+            "--task kv_retrieval --dtype float32 --top-k 50".split(),
+        ]
     )
     profile = load(out)
     assert profile.tasks == ["passkey", "kv_retrieval"] and profile.agreement.shape == (2, 2)
@@ -194,7 +196,7 @@ def test_similarity_command_writes_a_profile_and_tables(folder, tmp_path):
 )
 def test_measure_refuses_wrong_settings(loaded, changes, said):
     with pytest.raises(HeadwiseError, match=said):
-        measure(replace(config("passkey"), **changes), loaded)
+        measure(config("passkey").replace(**changes), loaded)
 
 
 def test_run_refuses_a_model_with_sliding_layers_only(tmp_path):

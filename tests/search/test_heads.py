@@ -11,6 +11,7 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 from kernels.attention import cpu
 from kernels.native import build
 from kernels.registry import CannotBuildError
@@ -23,8 +24,7 @@ from profiling.speed.baselines import HEADWISE, KERNEL
 from runtime import load
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers
-from search import demo, filters, kv
-from search.heads import main
+from search import demo
 from search.model.config import ModelSearch
 from search.model.layers import serving_backend
 from search.model.limits import Limits
@@ -83,7 +83,7 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(by_head, tiny_model, tm
     resume = tmp_path / "cfg.yaml.heads.ledger"
     options = "--preset paper --length 1000 --budget 0.6 --dtype float32 --task passkey"
     words = ["--model", str(tiny_model), "--out", str(out), *options.split(), "--no-picture"]
-    process = Process("search.heads", *words)
+    process = Process("headwise", "search", *words)
     while len(list(resume.glob("*.unit"))) < 1:
         assert process.code is None, "finished before it could be killed"
         time.sleep(0.002)
@@ -92,7 +92,9 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(by_head, tiny_model, tm
     assert not out.exists()
     if finished == 3:
         pytest.skip("it finished all layers before the kill reached it")
-    assert main(words) == 0 and f"{finished} jobs are finished" in capsys.readouterr().err
+    assert (
+        main(["search", *words]) == 0 and f"{finished} jobs are finished" in capsys.readouterr().err
+    )
     assert artifacts.load(out).content_sha256 == artifacts.load(by_head).content_sha256
     assert not resume.exists()
 
@@ -105,7 +107,10 @@ def test_what_is_found_for_an_architecture_serves_it(family, tmp_path):
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     options = "--preset paper --length 512 --budget 0.6 --dtype float32 --no-picture"
-    assert main(["--model", str(tmp_path / "model"), "--out", str(out), *options.split()]) == 0
+    assert (
+        main(["search", "--model", str(tmp_path / "model"), "--out", str(out), *options.split()])
+        == 0
+    )
     modules = attention_layers(model)
     rows = artifacts.load(out).prefill.layers
     found = {layer for layer, row in enumerate(rows) if row is not None}
@@ -125,17 +130,27 @@ def test_search_where_layers_share_keys_and_values_serves_all_of_them(tmp_path):
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     options = "--preset paper --length 512 --budget 0.6 --dtype float32 --no-picture"
-    assert main(["--model", str(tmp_path / "model"), "--out", str(out), *options.split()]) == 0
+    assert (
+        main(["search", "--model", str(tmp_path / "model"), "--out", str(out), *options.split()])
+        == 0
+    )
     assert [row is not None for row in artifacts.load(out).prefill.layers] == [False, True] * 3
     with torch.no_grad(), load(out).apply(model, strict=True) as handle:
         model(torch.randint(3, 97, (1, 512)))
         assert handle.stats()["sparse"] == 3
-    for command, section in ((filters, "decode"), (kv, "kv_cache")):
-        words = [str(out), "--model", str(tmp_path / "model"), "--out", str(tmp_path / "new.yaml")]
-        if command is kv:
+    for command, section in (("filters", "decode"), ("kv", "kv_cache")):
+        words = [
+            command,
+            str(out),
+            "--model",
+            str(tmp_path / "model"),
+            "--out",
+            str(tmp_path / "new.yaml"),
+        ]
+        if command == "kv":
             words += ["--target-share", "0.5"]
         with pytest.raises(HeadwiseError, match=f"layer 2 .*: the {section} section cannot"):
-            command.main(words)
+            main(words)
 
 
 def test_kernels_that_do_not_compile_are_told_in_one_line(tiny_model, monkeypatch, capfd):
@@ -203,7 +218,7 @@ def test_demo_searches_applies_and_ends_with_key_and_picture(tiny_model, loaded,
         keep=True,
         command="the command",
     )
-    assert demo.run(config, loaded)
+    assert demo.demonstrate(config, loaded)
     artifact = artifacts.load(out)
     said = capsys.readouterr().out
     assert artifact.search is not None and artifact.search.allocation == "model"
@@ -267,11 +282,13 @@ def test_demo_takes_the_length_that_is_a_matter_of_minutes(
     ran: list[ModelSearch] = []
     monkeypatch.setattr(demo, "load_model", lambda name, **options: loaded)
     monkeypatch.setattr(demo, "seconds_of_search", lambda loaded, tokens: seconds)
-    monkeypatch.setattr(demo, "run", lambda config, loaded: ran.append(config) or len(ran) == 1)
+    monkeypatch.setattr(
+        demo, "demonstrate", lambda config, loaded: ran.append(config) or len(ran) == 1
+    )
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", positions)
-    assert demo.main([*words.split(), "--out", str(tmp_path)]) == 0
+    assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 0
     # What is not proven faster is a finding.
-    assert demo.main([*words.split(), "--out", str(tmp_path)]) == 3
+    assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 3
     model = "other" if "other" in words else "smollm2"
     asked = "" if budget is None else f" --budget {budget}"
     out = tmp_path / "cfg.yaml"

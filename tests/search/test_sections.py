@@ -12,14 +12,13 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling import similarity
+from headwise.__main__ import main
 from profiling.caches import budget_curves
 from profiling.caches.budget_curves import BudgetCurves
 from profiling.models.loading import load_model
 from profiling.quality.forced_decode import Divergence
 from profiling.similarities import layer_similarity
 from runtime import load, memory_report
-from search import filters, kv
 from search.decode import filter_search, kv_search
 from search.published import search as heads
 from tests.search.conftest import PUBLISHED
@@ -37,7 +36,7 @@ def command(tiny_model, by_head):
 def test_filters_fill_the_decode_section_and_leave_the_rest(command, by_head, tmp_path, capsys):
     out = tmp_path / "new.yaml"
     options = "--budget 0.25 --selector uniform --window 4 --prefill-ratio 0.5"
-    filters.main([*command, "--out", str(out), *options.split()])
+    main(["filters", *command, "--out", str(out), *options.split()])
     before, arrays = artifacts.load_pair(by_head)
     after, more = artifacts.load_pair(out)
     assert (after.prefill, after.patterns) == (before.prefill, before.patterns)
@@ -57,7 +56,7 @@ def test_filters_fill_the_decode_section_and_leave_the_rest(command, by_head, tm
 
 
 def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, capsys):
-    filters.main([*command, "--out", str(tmp_path / "whole.yaml")])
+    main(["filters", *command, "--out", str(tmp_path / "whole.yaml")])
     decoded: list[int] = []
     decode = layer_similarity._decode
 
@@ -70,15 +69,15 @@ def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, 
     monkeypatch.setattr(layer_similarity, "_decode", dies_at_the_third)
     cut = [*command, "--out", str(tmp_path / "cut.yaml")]
     with pytest.raises(KeyboardInterrupt):
-        filters.main(cut)
+        main(["filters", *cut])
     assert not (tmp_path / "cut.yaml").exists()
     with pytest.raises(HeadwiseError, match=r"its steps is 3, not 4; .*--fresh"):
-        filters.main([*cut, "--steps", "4"])
+        main(["filters", *cut, "--steps", "4"])
     # Two tasks, of calibration and held-out: four prompts, two of which are finished.
     monkeypatch.setattr(
         layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given)
     )
-    filters.main(cut)
+    main(["filters", *cut])
     assert len(decoded) == 4 and "2 jobs are finished" in capsys.readouterr().err
     whole, cut_off = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
     assert whole.content_sha256 == cut_off.content_sha256
@@ -103,7 +102,7 @@ def test_in_place_other_sections_are_kept_and_a_search_keeps_this_one(
     monkeypatch.setattr(filter_search, "compare", meanwhile)
     at = command.index(str(by_head))
     more = ["--out", str(out), "--dense-first", "1", "--sparse", "0.3"]
-    filters.main([*command[:at], str(out), *command[at + 1 :], *more])
+    main(["filters", *command[:at], str(out), *command[at + 1 :], *more])
     first = artifacts.load(out)
     assert first.kv_cache == section and len(list(tmp_path.iterdir())) == 2
     assert (first.decode.omnikv.filter_layers, first.decode.omnikv.dense_layers) == ((1,), (0,))
@@ -118,10 +117,19 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
 ):
     profile = tmp_path / "profile"
     out = tmp_path / "cfg.yaml"
-    similarity.main(
-        ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
+    main(
+        [
+            "similarity",
+            "--model",
+            str(tiny_model),
+            "--out",
+            str(profile),
+            *MEASURE,
+            "--dtype",
+            "float32",
+        ]
     )
-    filters.main([*command, "--out", str(out), "--profile", str(profile), "--budget", "64"])
+    main(["filters", *command, "--out", str(out), "--profile", str(profile), "--budget", "64"])
     loaded = load_model(str(tiny_model), dtype="float32")
     ids = torch.randint(3, 90, (1, 200))
     with load(out).apply(loaded.model) as handle:
@@ -145,7 +153,7 @@ def test_kv_writes_budgets_that_the_runtime_keeps(tiny_model, by_head, tmp_path,
     before, arrays = artifacts.load_pair(by_head)
     artifacts.save(before, own, arrays)
     file = tmp_path / "figures.json"
-    kv.main(kv_command(tiny_model, own, own, "--target-share", "0.25", f"--json={file}"))
+    main(["kv", *kv_command(tiny_model, own, own, "--target-share", "0.25", f"--json={file}")])
     said = capsys.readouterr().out
     assert "searched   KL" in said and "even       KL" in said
     assert said.endswith(f"headwise evaluate {own} --model {tiny_model} --out report/\n")
@@ -179,16 +187,16 @@ def test_a_killed_kv_goes_on_and_another_total_reuses_the_curves(
     )
     whole = tmp_path / "whole.yaml"
     cut = tmp_path / "cut.yaml"
-    kv.main(kv_command(tiny_model, by_head, whole, "--target-share", "0.25"))
+    main(["kv", *kv_command(tiny_model, by_head, whole, "--target-share", "0.25")])
     command = kv_command(tiny_model, by_head, cut)
     with monkeypatch.context() as patch:
         patch.setattr(kv_search, "divergence", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            kv.main([*command, "--target-share", "0.5"])
+            main(["kv", *command, "--target-share", "0.5"])
     assert len(walked) == 2 and not cut.exists()
     with pytest.raises(HeadwiseError, match=r"its seed is 0, not 1; .*--fresh"):
-        kv.main([*command, "--target-share", "0.25", "--seed", "1"])
-    kv.main([*command, "--target-share", "0.25"])
+        main(["kv", *command, "--target-share", "0.25", "--seed", "1"])
+    main(["kv", *command, "--target-share", "0.25"])
     assert len(walked) == 2, "the curves do not depend on the total"
     assert "resuming from" in capsys.readouterr().err
     assert artifacts.load(whole).content_sha256 == artifacts.load(cut).content_sha256
@@ -263,5 +271,5 @@ def test_what_filter_layers_choose_from_is_not_dropped(tiny_model, by_head, tmp_
     before = own.read_bytes()
     says = r"kv_cache.layers\[1\] drops tokens that decode.omnikv chooses from"
     with pytest.raises(HeadwiseError, match=says):
-        kv.main(kv_command(tiny_model, own, own, "--target-share", "0.25"))
+        main(["kv", *kv_command(tiny_model, own, own, "--target-share", "0.25")])
     assert own.read_bytes() == before

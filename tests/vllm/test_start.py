@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import artifacts
+from headwise.__main__ import main
 from runtime.vllm import stats
-from runtime.vllm.check import main
 from runtime.vllm.options import HASH_KEY
 from tests.vllm.conftest import DECODE, prompt
 from tests.vllm.engines import Engine, engine
@@ -56,7 +56,7 @@ def test_stats_count_prefills(model, artifact):
 
 
 def test_the_command_that_check_prints_starts_here(model, artifact, capsys):
-    assert main([artifact(), "--model", model]) == 0
+    assert main(["check", artifact(), "--model", model]) == 0
     program, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     # The command `vllm` of a build for CPUs ends with a traceback here.
     folder = Path(sys.executable).parent

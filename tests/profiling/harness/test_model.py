@@ -10,8 +10,8 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError
+from headwise.__main__ import main
 from profiling.evaluation.methods import Methods
-from profiling.lm_eval import main
 from profiling.models.loading import load_model, load_tokenizer
 from profiling.prompts.prompt import make_prompts
 from profiling.prompts.tokens import Encoder
@@ -117,7 +117,7 @@ def harness(folder, tmp_path):
             f"--tasks {','.join(names)} --include_path {folder}/tasks --batch_size {batch} "
             f"--device cpu --output_path {out} --log_samples"
         )
-        assert main(words.split()) == 0
+        assert main(["lm-eval", *words.split()]) == 0
         (results,) = out.rglob("results_*.json")
         responses = {}
         for name in names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 
 from artifacts import HeadwiseError
 from artifacts.cli import command
+from artifacts.cli.options import CommandConfig
 from profiling.models.device import default_dtype, resolve_device, settled
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(CommandConfig):
     device: str = "auto"
     dtype: str = "auto"
 

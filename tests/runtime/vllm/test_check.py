@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import artifacts
+from headwise.__main__ import main
 from runtime import load
-from runtime.vllm.check import engine_misfits, main
+from runtime.vllm.check import engine_misfits
 from runtime.vllm.options import Options, options_of
 from tests.runtime.omnikv import DECODE
 from tests.runtime.test_load import saved as front
@@ -72,7 +73,7 @@ def check(build, artifact_for, tmp_path, capsys):
         artifact = artifact_for(model).model_copy(update=sections)
         artifacts.save(artifact, tmp_path / "cfg.yaml")
         words = [str(tmp_path / "cfg.yaml"), "--model", str(tmp_path / "model")]
-        status = main([*words, "--tensor-parallel-size", str(size)])
+        status = main(["check", *words, "--tensor-parallel-size", str(size)])
         return status, capsys.readouterr().out
 
     return check
@@ -164,12 +165,12 @@ def test_the_command_of_this_machine_serves_the_artifact(
 def test_a_point_of_the_front_is_served(front, point, capsys):
     model, cfg = front
     model.save_pretrained(cfg.parent / "model")
-    assert main([str(cfg), "--model", str(cfg.parent / "model"), "--point", point]) == 0
+    assert main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", point]) == 0
     given = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
     assert given is not None and given.point == point
     assert given.load().artifact == load(cfg, point=point).artifact
     with pytest.raises(artifacts.HeadwiseError, match=r"--point must be speedup=X.*got kl$"):
-        main([str(cfg), "--model", str(cfg.parent / "model"), "--point", "kl"])
+        main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", "kl"])
 
 
 def test_batches_in_parts_are_refused():
@@ -181,7 +182,7 @@ def test_batches_in_parts_are_refused():
 
 def test_a_configuration_that_cannot_be_read(front, tmp_path):
     with pytest.raises(artifacts.HeadwiseError, match=r"the configuration of .* cannot be read"):
-        main([str(front[1]), "--model", str(tmp_path / "none")])
+        main(["check", str(front[1]), "--model", str(tmp_path / "none")])
 
 
 def test_vllm_itself():
@@ -227,7 +228,7 @@ def test_check_names_layers_that_do_not_see_every_token(
         rows = None
     artifact = artifact_for(model, rows=rows).model_copy(update=section)
     artifacts.save(artifact, tmp_path / "cfg.yaml")
-    status = main([str(tmp_path / "cfg.yaml"), "--model", str(tmp_path / "model")])
+    status = main(["check", str(tmp_path / "cfg.yaml"), "--model", str(tmp_path / "model")])
     lines = capsys.readouterr().out.splitlines()
     if reason is None:
         assert status == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +55,7 @@ def test_held_out_prompts_of_a_hidden_key_are_fewer_where_the_file_is_short(
     text = "".join(f"{number}. {next(source)}" for number in range(4000))
     file = tmp_path / "book.txt"
     file.write_text(text[: lengths * 1024])
-    config = replace(CONFIG, tasks=(f"passkey:{file}",))
+    config = CONFIG.replace(tasks=(f"passkey:{file}",))
     seen = Seen(calibration_prompts(config, LOADED, 1024))
     options: Any = {"length": 1024, "samples": 1, "seed": 0, "seen": seen}
     prompts = held_out_prompts(config.tasks, LOADED, number=GATE_SET, **options)
@@ -65,7 +64,7 @@ def test_held_out_prompts_of_a_hidden_key_are_fewer_where_the_file_is_short(
 
 def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeypatch):
     """Of later sets, which are made when one has failed, there are as many as it lists."""
-    config = replace(CONFIG, tasks=("passkey",), length=1024)
+    config = CONFIG.replace(tasks=("passkey",), length=1024)
     sets = list(held_out_sets(config, LOADED, 1024, Seen()))
     one = len(Seen(sets[0]).digests)
     two = len(Seen([*sets[0], *sets[1]]).digests)
@@ -100,7 +99,7 @@ def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_eno
         calibration_prompts(CONFIG, LOADED, 256)
     assert calibration_prompts(CONFIG, LOADED, 1024)
     with pytest.raises(HeadwiseError, match=r"^length 256 is too small for chain: "):
-        calibration_prompts(replace(CONFIG, tasks=("chain",)), LOADED, 256)
+        calibration_prompts(CONFIG.replace(tasks=("chain",)), LOADED, 256)
 
 
 @pytest.mark.exhaustive

@@ -19,6 +19,7 @@ import torch
 import artifacts
 from artifacts import Finding, HeadwiseError
 from artifacts.commands import show
+from headwise.__main__ import main
 from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
@@ -30,7 +31,6 @@ from profiling.speed.baselines import HEADWISE, KERNEL
 from profiling.speed.layer_times import ANCHOR, SDPA
 from runtime import load
 from search.gate import plans_of
-from search.heads import main
 from search.model import scored_prompts, search, timed_costs
 from search.model.allocation import spendable
 from search.model.limits import Limits
@@ -94,7 +94,7 @@ def found(tiny_model, tmp_path_factory):
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
         patch.setattr(Ledger, "remove", kept)
-        assert main(options(tiny_model, out)) == 0
+        assert main(["search", *options(tiny_model, out)]) == 0
     (folder / "report.txt").write_text(said.getvalue())
     return out
 
@@ -107,7 +107,7 @@ SMALL: dict[str, str | None] = {"task": "passkey"}
 def small(tiny_model, tmp_path_factory):
     """The artifact of a small search; not to be written to."""
     out = tmp_path_factory.mktemp("small") / "cfg.yaml"
-    assert main(options(tiny_model, out, **SMALL)) == 0
+    assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
     return out
 
 
@@ -241,7 +241,7 @@ def test_prompts_that_raise_the_budget_are_held_out_only_where_others_report(
     verdicts = iter(["prose: too much is lost"])
     monkeypatch.setattr(Limits, "fault", lambda self, tasks: next(verdicts, None))
     monkeypatch.setattr(search, "held_out_sets", lambda *args: islice(held_out_sets(*args), sets))
-    assert main(options(tiny_model, out)) == 0
+    assert main(["search", *options(tiny_model, out)]) == 0
     artifact, arrays = artifacts.load_pair(out)
     chosen_on = artifact.evidence.chosen_on
     reported_on = artifact.evidence.reported_on
@@ -323,7 +323,7 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
     tiny_model, out, clock, capsys
 ):
     """Dense attention takes ten times as long as patterns, and a whole prefill twice as long."""
-    assert main(options(tiny_model, out, **TIMED)) == 0
+    assert main(["search", *options(tiny_model, out, **TIMED)]) == 0
     artifact = artifacts.load(out)
     assert artifact.search is not None and artifact.search.cost.unit == "seconds"
     assert artifact.prefill.dense_below == LENGTH // 2
@@ -379,7 +379,9 @@ def test_what_is_not_worth_serving_is_written_only_where_that_is_asked_for(
     clock.sparse = clock.dense / attention
     clock.first_token = first_token
     keep = attention == 10
-    assert main(options(tiny_model, out, *["--keep"] * keep, **TIMED)) == (0 if keep else 3)
+    assert main(["search", *options(tiny_model, out, *["--keep"] * keep, **TIMED)]) == (
+        0 if keep else 3
+    )
     block = last_block(capsys)
     assert block[0].startswith(f"not worth serving at 512 tokens: {says}") and clock.prefills
     if keep:
@@ -394,7 +396,7 @@ def test_search_with_gain_within_noise_is_written_and_exits_3(
 ):
     """Neither a median above 1 nor one below decides where the rounds disagree."""
     clock.first_token = first_token
-    assert main(options(tiny_model, out, **TIMED)) == 3
+    assert main(["search", *options(tiny_model, out, **TIMED)]) == 3
     block = last_block(capsys)
     assert block[0].startswith("not proven faster: ")
     interval = f"{min(first_token):.2f} to {max(first_token):.2f} in 6 rounds"
@@ -405,13 +407,13 @@ def test_search_with_gain_within_noise_is_written_and_exits_3(
 
 def test_search_with_gain_within_noise_exits_0_with_keep(tiny_model, out, clock, capsys):
     clock.first_token = (0.9, 1.2)
-    assert main(options(tiny_model, out, "--keep", **TIMED)) == 0
+    assert main(["search", *options(tiny_model, out, "--keep", **TIMED)]) == 0
     assert last_block(capsys)[0].startswith("not proven faster: ")
 
 
 def test_sdpa_that_is_slower_on_half_the_prompt_is_not_timed_on_all(tiny_model, out, clock, capsys):
     clock.sdpa = 2.0
-    assert main(options(tiny_model, out, **TIMED)) == 0
+    assert main(["search", *options(tiny_model, out, **TIMED)]) == 0
     timed = [(tokens, SDPA in names) for tokens, names, _ in clock.attention[3:]]
     assert timed[:2] == [(LENGTH // 2, True), (LENGTH, False)]
     assert not any(sdpa for tokens, sdpa in timed if tokens == LENGTH)
@@ -447,7 +449,7 @@ def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
     artifacts.save(artifact, out, arrays)
     before = {path.name: path.read_bytes() for path in out.parent.iterdir() if path.is_file()}
     clock.sparse = clock.dense
-    assert main(options(tiny_model, out, **TIMED | {"budget": None})) == 3
+    assert main(["search", *options(tiny_model, out, **TIMED | {"budget": None})]) == 3
     block = last_block(capsys)
     # The model has 1,024 positions.
     assert block[0] == "not worth serving at 512 tokens: 1.00x; try --length 1024"
@@ -458,7 +460,7 @@ def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
 
 
 def test_by_flops_it_is_the_count_that_decides(tiny_model, out, capsys):
-    assert main(options(tiny_model, out, budget="0.99")) == 3
+    assert main(["search", *options(tiny_model, out, budget="0.99")]) == 3
     says = (
         r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not "
         r"timed; try a smaller --budget"
@@ -477,9 +479,9 @@ def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr("search.model.record.save_searched", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            main(options(tiny_model, out, **TIMED))
+            main(["search", *options(tiny_model, out, **TIMED)])
     assert not out.exists() and len(clock.attention) == 9
-    assert main(options(tiny_model, out, **TIMED)) == 0
+    assert main(["search", *options(tiny_model, out, **TIMED)]) == 0
     assert (len(clock.attention), len(clock.prefills)) == (9, 6) and not ledger_of(out).exists()
 
 
@@ -500,11 +502,11 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
 
     monkeypatch.setattr(Ledger, "put", counted)
     with pytest.raises(KeyboardInterrupt):
-        main(options(tiny_model, out, **SMALL))
+        main(["search", *options(tiny_model, out, **SMALL)])
     before = set(put)
     assert set(ledger_of(out).glob("*.unit")) == before and not out.exists()
     most.clear()
-    assert main(options(tiny_model, out, **SMALL)) == 0
+    assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
     assert not before & set(put[after:]) and content(out) == content(small)
     assert not ledger_of(out).exists()
 
@@ -513,7 +515,7 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
 def test_any_number_of_ranks_finds_the_same(small, tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
     words = options(tiny_model, out, **SMALL)
-    code, _, said = Process("search.heads", *words, ranks=2).finish()
+    code, _, said = Process("headwise", "search", *words, ranks=2).finish()
     assert code == 0, said
     assert content(out) == content(small) and not ledger_of(out).exists()
     sidecars = [path.with_name(artifacts.load(path).sidecar.file) for path in (out, small)]
@@ -540,12 +542,12 @@ def test_times_are_those_of_this_machine_and_this_budget(tiny_model, out, monkey
     monkeypatch.setattr(search, "spendable", interrupted)
     for count, budget in ((1, "0.7"), (1, "0.7"), (2, "0.6")):
         with pytest.raises(KeyboardInterrupt):
-            main(options(tiny_model, out, cost="seconds", budget=budget))
+            main(["search", *options(tiny_model, out, cost="seconds", budget=budget)])
         assert len(taken) == count
     other = {"device": "cpu", "threads": "64"}
     monkeypatch.setattr(timed_costs, "environment", lambda device: dict(other))
     with pytest.raises(KeyboardInterrupt):
-        main(options(tiny_model, out, cost="seconds", budget="0.7"))
+        main(["search", *options(tiny_model, out, cost="seconds", budget="0.7")])
     assert len(taken) == 3
 
 
@@ -558,7 +560,7 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed(
     with monkeypatch.context() as patch:
         patch.setattr(search, "gate", fails)
         with pytest.raises(Finding):
-            main(options(tiny_model, out))
+            main(["search", *options(tiny_model, out)])
     for changes, says in (
         (
             {"budget": "0.05"},
@@ -568,17 +570,17 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed(
         ({"dtype": "bfloat16"}, "its dtype is 'float32', not 'bfloat16'"),
     ):
         with pytest.raises(HeadwiseError, match=says) as error:
-            main(options(tiny_model, out, **changes))
+            main(["search", *options(tiny_model, out, **changes)])
         assert "\n" not in str(error.value)
     assert list(out.parent.iterdir()) == [ledger_of(out)]
-    assert main(options(tiny_model, out, budget="0.7")) == 0 and scored == []
+    assert main(["search", *options(tiny_model, out, budget="0.7")]) == 0 and scored == []
 
 
 def test_search_with_storage_records_each_measured_allocation(tiny_model, out):
     import optuna
 
     url = f"sqlite:///{out.parent}/study.db"
-    assert main(options(tiny_model, out, storage=url)) == 0
+    assert main(["search", *options(tiny_model, out, storage=url)]) == 0
     study = optuna.load_study(study_name="cfg", storage=url)
     assert study.metric_names == ["answer", "text", "cost"]
     points = artifacts.load(out).prefill.front.points
@@ -600,14 +602,14 @@ def test_layers_that_come_in_one_at_a_time_give_the_same(small, tiny_model, tmp_
     some = sum(each.weight.nbytes for each in embeddings) + max(layers) * 3 // 2
     assert load(some).hf_device_map["model.layers.2"] == "disk"
     out = tmp_path / "cfg.yaml"
-    assert main(options(tiny_model, out, "--max-memory", str(some), **SMALL)) == 0
+    assert main(["search", *options(tiny_model, out, "--max-memory", str(some), **SMALL)]) == 0
     assert content(out) == content(small)
     with pytest.raises(HeadwiseError, match="its embeddings take"):
         load(1000)
 
 
 def test_fresh_discards_what_is_there(found, tiny_model, out, scored):
-    assert main(options(tiny_model, out, "--fresh", **SMALL)) == 0
+    assert main(["search", *options(tiny_model, out, "--fresh", **SMALL)]) == 0
     assert len(scored) == 3 and content(out) != content(found)
 
 
@@ -615,10 +617,10 @@ def test_tasks_twice_are_one_search(tiny_model, tmp_path, scored, monkeypatch):
     out = tmp_path / "cfg.yaml"
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "remove", lambda self: None)
-        assert main(options(tiny_model, out, **SMALL)) == 0
+        assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
     before = len(scored)
     artifact = artifacts.load(out)
-    assert main(options(tiny_model, out, **SMALL | {"task": "passkey passkey"})) == 0
+    assert main(["search", *options(tiny_model, out, **SMALL | {"task": "passkey passkey"})]) == 0
     assert len(scored) == before and content(out) == artifact.content_sha256
     assert artifact.prefill.length == artifact.search.calibration.length
 
@@ -628,7 +630,7 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
 ):
     monkeypatch.setattr("profiling.inside.gradients._head_of", lambda model, ids: None)
     out = tmp_path / "cfg.yaml"
-    assert main(options(tiny_model, out, **SMALL)) == 0
+    assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
     assert "no gradients (" in capsys.readouterr().err
     artifact, arrays = artifacts.load_pair(out)
     assert artifact.search is not None and "makes its logits in a way of its own" in (
@@ -641,7 +643,7 @@ def test_a_model_that_only_slides_has_nothing_to_search(tmp_path):
     sizes = {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
     model = save_tiny(tmp_path / "m", family="Gemma3", config="Gemma3Text", **sizes)
     with pytest.raises(HeadwiseError, match=r"no layer of .* sees every token: nothing to search"):
-        main(options(model, tmp_path / "cfg.yaml"))
+        main(["search", *options(model, tmp_path / "cfg.yaml")])
     assert not list(tmp_path.glob("cfg*"))
 
 

@@ -9,7 +9,7 @@ import torch
 from artifacts import HeadwiseError
 from kernels.index import with_dense_tail
 from kernels.patterns import KINDS, Inputs, largest
-from search.published.config import PAPER_BUDGET, PAPER_LENGTH
+from search.model.config import PAPER_BUDGET, PAPER_LENGTH
 from search.published.search import choose
 from search.published.space import (
     SPACE,
