@@ -10,17 +10,26 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=40 --junitxml=build/tests.xml
 
-.PHONY: test test-all demo lint docs gpu clean
+.PHONY: test test-all mutants demo lint docs gpu clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
 
-# With every build and variant, of which `make test` runs one, the notebooks, broken modules that tests must notice,
-# lm-evaluation-harness, and what a wheel installs.
+# With every build and variant, of which `make test` runs one, the notebooks, lm-evaluation-harness, and what a wheel
+# installs.
 test-all: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST)
 	bash .ci/lm-eval
 	bash .ci/wheel
+
+# Nightly: change the code in small steps, and list the changes that no test notices. HOURS limits it, and the next call
+# resumes: make mutants ONLY='artifacts.store.*' HOURS=1
+HOURS ?= 8
+ONLY ?=
+mutants: $(VENV)/.installed $(VENV)/.models
+	$(PIP) mutmut==3.8.1
+	-timeout $(HOURS)h $(BIN)/mutmut run $(ONLY)
+	$(BIN)/mutmut results
 
 demo: $(VENV)/.search $(VENV)/.models
 	$(BIN)/python -m headwise demo --out demo/
@@ -77,4 +86,4 @@ $(VENV)/.models: $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* build demo *.egg-info
+	rm -rf $(VENV) .venv-* build demo mutants *.egg-info

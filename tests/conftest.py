@@ -1,5 +1,6 @@
-"""Every test: one thread a process, builds of Triton and torch.compile that stay, and one line for
-all GPU tests."""
+"""For every test: one thread a process, a cache of Triton and torch.compile builds, and one skipped
+line for all GPU tests.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if torch.cuda.is_available():
         return
-    first, *others = gpu
+    first, *rest = gpu
     first.add_marker(pytest.mark.skip(reason=f"no GPU: {len(gpu)} tests need one"))
-    left_out = set(others)
+    left_out = set(rest)
     items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=others)
+    config.hook.pytest_deselected(items=rest)
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +55,8 @@ def _cpu_by_default(request, monkeypatch):
     import torch
 
     if torch.cuda.is_available():
-        known = {"auto": "cpu"}
-        monkeypatch.setattr(device, "resolve_device", lambda name: known.get(name, name))
+        cached = {"auto": "cpu"}
+        monkeypatch.setattr(device, "resolve_device", lambda name: cached.get(name, name))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -78,16 +79,16 @@ def _long_texts():
     """Tokenise a long text once for all tokenizers that are alike: each command loads its own."""
     from profiling.prompts import tokens
 
-    known: dict[tuple[str, Callable[[], str]], tokens.Ids] = {}
+    cached: dict[tuple[str, Callable[[], str]], tokens.Ids] = {}
     real = tokens.Encoder.whole
 
     def whole(encoder: tokens.Encoder, text: Callable[[], str]) -> tokens.Ids:
         own = tokens._WHOLE.setdefault(encoder._tokenizer, {})
         if text not in own and encoder._backend is not None:
             alike = (encoder._backend.to_str(), text)
-            if alike not in known:
-                known[alike] = real(encoder, text)
-            own[text] = known[alike]
+            if alike not in cached:
+                cached[alike] = real(encoder, text)
+            own[text] = cached[alike]
         return real(encoder, text)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,4 @@
-"""What a process of tests.processes has imported when it starts: packages that take seconds, and
-nothing of a test."""
+"""Imports of every process of tests.processes: packages that take seconds, and no test."""
 
 import torch.distributed.run
 import transformers.models.llama.modeling_llama  # noqa: F401

@@ -3,7 +3,7 @@ runs this.
 
 python tests/installed.py FOLDER               in the wheel's environment; files go into FOLDER
 python tests/installed.py FOLDER --prebuilt   without a compiler: the wheel brings native code
-python tests/installed.py FOLDER --serve-only  serves what was found before, without a search
+python tests/installed.py FOLDER --serve-only  serves an artifact of an earlier search
 """
 
 from __future__ import annotations

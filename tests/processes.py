@@ -1,8 +1,8 @@
-"""Commands as processes of their own, for tests of kills, exit codes and ranks; what is heavy is
-imported once.
+"""Commands in separate processes, for tests of kills, exit codes and ranks.
 
-They are forks of one server, which has imported it and computed nothing. A command runs as by
-`python -m`, or under torchrun, whose ranks are forks in turn."""
+They are forks of one server, which has imported the heavy packages and computed nothing. A command
+runs as with `python -m`, or under torchrun, whose ranks are forks too.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Process:
     def __init__(self, module: str, *words: str, ranks: int = 0) -> None:
         """Start `python -m module words` in the checkout; with `ranks`, under torchrun."""
         self._folder = tempfile.TemporaryDirectory()
-        given = module, words, ranks, self._folder.name
-        self._process = _servers.Process(target=_run, args=given)
+        arguments = module, words, ranks, self._folder.name
+        self._process = _servers.Process(target=_run, args=arguments)
         self._process.start()
         self.pid = self._process.pid or 0
 

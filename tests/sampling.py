@@ -1,5 +1,4 @@
-"""Large sets of cases: `make test` runs those that stand for the others, `make test-all` all of
-them.
+"""Large sets of cases: `make test` runs some of them, `make test-all` all.
 
 Of the cases that need a GPU some are marked `core`: `make gpu` runs them before it times anything.
 """
@@ -15,7 +14,7 @@ import pytest
 def sampled(cases: Iterable[Any], *kept: Any) -> list[Any]:
     """The cases as parameters of a test, all but the `kept` ones marked `exhaustive`.
 
-    Raises ValueError where a kept one is none of the cases: nothing would stand for them.
+    Raises ValueError if a kept one is none of the cases.
     """
     marks = pytest.mark.exhaustive, pytest.mark.slow
     return [case if case in kept else _marked(case, *marks) for case in _all(cases, kept)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# kvpress_worker.py is started by kvpress.py, in an environment of its own.
+# kvpress.py starts kvpress_worker.py in a separate environment.
 # openvino_export.py is a part of openvino.py.
 SCRIPT_NAMES = (
     "chart.py",
@@ -29,7 +29,7 @@ SCRIPTS = [ROOT / "benchmarks" / name for name in SCRIPT_NAMES]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=SCRIPT_NAMES)
-def test_the_scripts_say_what_they_take(script, monkeypatch, capsys):
+def test_benchmark_scripts_print_their_usage(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     monkeypatch.syspath_prepend(script.parent)
     with pytest.raises(SystemExit) as ended:
@@ -46,15 +46,15 @@ def test_the_scripts_say_what_they_take(script, monkeypatch, capsys):
         pytest.param(("kernels", "attention", "model"), marks=pytest.mark.exhaustive),
     ],
 )
-def test_what_measures_a_gpu_is_rehearsed(tmp_path, steps):
+def test_gpu_benchmark_rehearses_on_the_cpu(tmp_path, steps):
     pytest.importorskip("triton", reason="triton is not installed")
     script = ROOT / "benchmarks/gpu/run.py"
     command = [sys.executable, str(script), "--out", str(tmp_path), "--rehearse", "--steps", *steps]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    found = json.loads((tmp_path / "report.json").read_text())["steps"]
-    assert tuple(found) == steps
-    for step, result in found.items():
+    report = json.loads((tmp_path / "report.json").read_text())["steps"]
+    assert tuple(report) == steps
+    for step, result in report.items():
         assert result["torch" if step == "device" else "rows"]
         if step == "kernels":
             assert all(row["error"] <= row["allowed"] for row in result["rows"].values())

@@ -1,4 +1,4 @@
-"""What a pattern computes, counted from data alone, is what the kernels' index counts."""
+"""The density of a pattern, counted from data alone, equals that of the kernels' index."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def by_kernels(kind: str, length: int, tail: int, **sizes: Any) -> float:
 @pytest.mark.parametrize("kind", FIXED)
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), length=st.integers(1, 1500), tail=st.sampled_from([0, 1, 64, 200]))
-def test_the_kernels_count_the_same(kind, data, length, tail):
+def test_density_equals_the_count_of_the_kernels(kind, data, length, tail):
     sizes = {name: data.draw(strategy) for name, strategy in FIXED[kind].items()}
     pattern = ADAPTER.validate_python({"kind": kind, **sizes})
     assert density(pattern, length, dense_tail=tail) == by_kernels(kind, length, tail, **sizes)
 
 
-def test_vertical_slash_as_if_the_columns_were_first_and_the_diagonals_near():
+def test_density_of_vertical_slash_is_of_near_diagonals():
     length, vertical, slash = 1024, 200, 300
     nearest = torch.arange(length, 0, -1.0)[None, None]
     index = select(nearest, nearest, [VerticalSlash(vertical=vertical, slash=slash)], q_len=length)
@@ -49,7 +49,7 @@ def test_vertical_slash_as_if_the_columns_were_first_and_the_diagonals_near():
     assert counted == float(index.computed_tiles()[0, 0]) / index.causal_tiles
 
 
-def test_a_million_tokens():
+def test_density_of_a_million_tokens():
     n = (1 << 20) // 64
     window = sum(n - offset for offset in range(65))
     sink = sum(n - 65 - group for group in range(16))
@@ -57,7 +57,7 @@ def test_a_million_tokens():
     assert counted == (window + sink) / (n * (n + 1) // 2)
 
 
-def test_sizes_beyond_all_measure():
+def test_density_of_the_largest_sizes_is_bounded():
     """Whatever a file says, counting ends: in no time, and within memory."""
     for pattern in (
         artifacts.AShape(sink=LARGEST, window=LARGEST),
@@ -70,7 +70,7 @@ def test_sizes_beyond_all_measure():
         assert density(pattern, LONGEST + 1) is None
 
 
-def test_rows_of_an_artifact():
+def test_densities_of_an_artifact_by_row():
     artifact, _ = build_every_kind()
     rows = densities(artifact, 8192)
     assert rows[1] is None and rows[4] is not None and rows[4][:3] == [1.0, 1.0, None]
@@ -80,12 +80,12 @@ def test_rows_of_an_artifact():
     assert len(flat) == 8 and mean_density(build(), 4096) == pytest.approx(sum(flat) / 8)
 
 
-def test_sizes_are_counted_as_they_are_at_the_length():
-    """What keeps its share of the prompt keeps its density."""
+def test_mean_density_uses_sizes_at_the_length():
+    """A size that grows with the prompt keeps its density."""
     rows: tuple[tuple[str, ...] | None, ...] = (("a_64_16384",) * 4, None, ("a_64_16384",) * 4)
     prefill = artifacts.Prefill(dense_below=0, length=1 << 15, layers=rows)
     pattern = artifacts.AShape(sink=64, window=1 << 14)
     artifact = build(patterns={"a_64_16384": pattern}, prefill=prefill)
-    found = mean_density(artifact, 1 << 18)
-    assert found == pytest.approx(density(artifacts.AShape(sink=64, window=1 << 17), 1 << 18))
-    assert found == pytest.approx(mean_density(artifact, 1 << 15), abs=0.02)
+    result = mean_density(artifact, 1 << 18)
+    assert result == pytest.approx(density(artifacts.AShape(sink=64, window=1 << 17), 1 << 18))
+    assert result == pytest.approx(mean_density(artifact, 1 << 15), abs=0.02)

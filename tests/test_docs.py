@@ -36,7 +36,7 @@ _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix
 SITE: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
 
 
-# What `make docs` copies beside the pages of docs/.
+# Files that `make docs` copies next to the pages of docs/.
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 BESIDE = re.findall(r"^\tcp -r (notebooks .+) build/docs$", MAKEFILE, re.MULTILINE)[0].split()
 
@@ -54,15 +54,15 @@ def links(page: Path) -> list[str]:
 
 def anchors(page: Path) -> set[str]:
     """What the headings of a page can be linked by, as GitHub and Python-Markdown make it."""
-    found = set()
+    result = set()
     for heading in re.findall(r"^#+ (.+)$", text_of(page), flags=re.MULTILINE):
         words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
-        found.add(re.sub(r"\s+", "-", words))
-    return found
+        result.add(re.sub(r"\s+", "-", words))
+    return result
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page):
+def test_links_of_every_page_resolve(page):
     wrong = []
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -76,7 +76,7 @@ def test_links_lead_somewhere(page):
     assert not wrong
 
 
-def test_a_dead_link_is_seen(tmp_path):
+def test_links_and_anchors_of_a_page(tmp_path):
     page = tmp_path / "page.md"
     code = "```\n# no heading [x](y.md)\n```"
     page.write_text(f"# A `b` heading\n\n[one](none.md) [two](#a-b-heading)\n\n{code}\n")
@@ -89,7 +89,7 @@ def entries(nav: list[Any]) -> Iterator[str]:
             yield from entries(value) if isinstance(value, list) else [value]
 
 
-def test_every_page_of_the_site_is_there_and_every_page_is_in_the_site():
+def test_site_lists_every_page_once():
     listed = list(entries(SITE["nav"]))
     assert len(listed) == len(set(listed))
     places = {name: (ROOT if name.partition("/")[0] in BESIDE else DOCS) / name for name in listed}
@@ -100,7 +100,7 @@ def test_every_page_of_the_site_is_there_and_every_page_is_in_the_site():
     assert pages == set(listed) - set(BESIDE)
 
 
-def test_the_site_fetches_nothing():
+def test_site_loads_nothing_from_other_hosts():
     assert SITE["theme"]["font"] is False and "search" in SITE["plugins"]
     for drawing in DOCS.glob("drawings/*.svg"):
         assert "http" not in drawing.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -125,13 +125,13 @@ def test_first_token_table_without_markers_is_refused():
         CHART["with_table"]("# A page", [])
 
 
-def test_the_version_is_one():
+def test_version_is_the_same_everywhere():
     project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert project is not None and cited["version"] == project[1]
 
 
-def test_results_fit_and_name_their_files():
+def test_results_pages_fit_and_link_their_files():
     text = (DOCS / "results.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 350
     text += (DOCS / "first_token.md").read_text(encoding="utf-8")
@@ -176,10 +176,10 @@ def blocks(page: Path) -> list[Block]:
 def blocks_of(text: str) -> list[Block]:
     """Blocks of Markdown: fenced ones, and runs of indented lines behind an empty one."""
     fenced = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-    found = [Block(language, dedented(body)) for _, language, body in fenced.findall(text)]
+    result = [Block(language, dedented(body)) for _, language, body in fenced.findall(text)]
     rest = fenced.sub("", text)
     indented = re.findall(r"(?:\A|\n\n)((?: {4}.*\n?|\n(?= {4}))+)", rest)
-    return found + [Block("", dedented(body)) for body in indented]
+    return result + [Block("", dedented(body)) for body in indented]
 
 
 def dedented(text: str) -> str:
@@ -207,7 +207,7 @@ def parsed(block: Block) -> ast.Module | None:
 def wrong_names(tree: ast.Module) -> list[str]:
     """Names of ours that a block imports or uses and that do not exist, and wrong keywords."""
     wrong = []
-    # What each name of the block stands for.
+    # Values of the names of the block.
     names: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -227,7 +227,7 @@ def wrong_names(tree: ast.Module) -> list[str]:
     stored = {
         n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
-    # A block may go on with what an earlier one imported.
+    # A block may use the imports of an earlier one.
     names |= {name: import_module(name) for name in OURS if name not in stored | set(names)}
 
     def value_of(node: ast.AST) -> Any:
@@ -247,8 +247,10 @@ def wrong_names(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.Call) and callable(function := value_of(node.func)):
             parameters = inspect.signature(function).parameters
             if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-                given = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
-                wrong += [f"{ast.unparse(node.func)}({k}=)" for k in given if k not in parameters]
+                keywords = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
+                wrong += [
+                    f"{ast.unparse(node.func)}({k}=)" for k in keywords if k not in parameters
+                ]
     return sorted(set(wrong))
 
 
@@ -272,12 +274,12 @@ def member(module: Any, name: str) -> Any:
         ("search = 1\nsearch.nothing", []),
     ],
 )
-def test_names_that_do_not_exist_are_found(code, wrong):
+def test_wrong_names_lists_names_that_do_not_exist(code, wrong):
     tree = parsed(Block("", code))
     assert tree is not None and wrong_names(tree) == wrong
 
 
-def test_blocks_are_found_however_they_are_set_off():
+def test_blocks_of_finds_fenced_and_indented_code():
     page = (
         "# A page\n\n    from a import b\n\n    b()\n\n```python\nimport c\n```\n\n- item\n  more\n"
     )
@@ -290,7 +292,7 @@ def test_blocks_are_found_however_they_are_set_off():
     assert parsed(Block("", "pip install headwise\n")) is None
 
 
-def test_command_lines_that_do_not_parse_are_found(capsys):
+def test_fault_names_command_lines_that_do_not_parse(capsys):
     block = Block(
         "", "headwise show cfg.yaml \\\n    --json | jq .  # all of it\n$ headwise show --no\n"
     )
@@ -302,7 +304,7 @@ def test_command_lines_that_do_not_parse_are_found(capsys):
 
 
 @page_with_code
-def test_python_blocks_compile_and_their_names_exist(page):
+def test_python_blocks_of_a_page_compile_and_name_what_exists(page):
     for block in blocks(page):
         tree = parsed(block)
         if tree is not None:
@@ -321,7 +323,7 @@ def commands(block: Block) -> Iterator[list[str]]:
         # A help text begins with "headwise VERB: what it does".
         if not re.match(r"(?:headwise|python|torchrun|\S+/python) (?![\w-]+: )", line):
             continue
-        # Two spaces separate a command from what is said of it.
+        # Two spaces separate a command from its comment.
         line = re.split(r"\s{2,}", line)[0]
         while (words := words_of(line)) is None:
             line = f"{line} {next(lines).strip()}"
@@ -329,7 +331,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def words_of(line: str) -> list[str] | None:
-    """Words of the first command of a line; None where a quotation goes on in the next line."""
+    """Words of the first command of a line; None if a quotation continues on the next line."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:
@@ -369,7 +371,7 @@ def parser_of_words(words: list[str]) -> tuple[ArgumentParser, list[str]] | None
     return (makes(), words[2:]) if makes else None
 
 
-# What stands for a value in the pages.
+# Values of placeholders in the pages.
 PLACEHOLDERS = {"N": "4096", "X": "0.5", "H": "1", "B": "1"}
 
 
@@ -382,10 +384,10 @@ def fault(words: list[str], capsys: pytest.CaptureFixture[str], *, whole: bool) 
         words = [PLACEHOLDERS.get(word, word) for word in words if word not in ("...", "[options]")]
         if words[1:2] in ([], ["VERB"]):
             return None
-    found = parser_of_words(words)
-    if found is None:
+    result = parser_of_words(words)
+    if result is None:
         return None
-    parser, arguments = found
+    parser, arguments = result
     if not whole:
         for action in parser._actions:
             action.required = False
@@ -402,7 +404,7 @@ def fault(words: list[str], capsys: pytest.CaptureFixture[str], *, whole: bool) 
 
 
 @page_with_code
-def test_command_lines_parse(page, capsys):
+def test_command_lines_of_a_page_parse(page, capsys):
     faults = [
         fault(words, capsys, whole=True) for block in blocks(page) for words in commands(block)
     ]
@@ -425,7 +427,7 @@ def field_paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, .
                 yield from field_paths(each, (*path, name))
 
 
-def test_the_example_of_an_artifact_has_its_fields():
+def test_artifact_example_has_the_fields_of_the_schema():
     block = next(block for block in blocks(DOCS / "artifact.md") if block.language == "yaml")
     golden = yaml.safe_load((ROOT / "tests/artifacts/golden/v1.yaml").read_text(encoding="utf-8"))
     example = yaml.safe_load(block.text)

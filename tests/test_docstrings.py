@@ -40,8 +40,8 @@ def names_of(node: Documented) -> set[str]:
 
 def merged(text: str, names: set[str]) -> list[str]:
     """Fields in running text: names that are followed by a colon, after a sentence or a clause."""
-    found = re.findall(rf"(?:^|(?<=[.;] ))({NAMES}): ", " ".join(text.split()))
-    return [each for each in found if names.issuperset(re.findall(r"\w+", each))]
+    result = re.findall(rf"(?:^|(?<=[.;] ))({NAMES}): ", " ".join(text.split()))
+    return [each for each in result if names.issuperset(re.findall(r"\w+", each))]
 
 
 def sections(doc: str) -> Iterator[tuple[str, list[str]]]:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "headwise", "kernels", "profiling", "runtime", "search")
-# Functions of torch whose result has the default dtype, where what they are given has no dtype.
+# Functions of torch whose result has the default dtype if their arguments have none.
 FACTORIES = {
     "as_tensor",
     "asarray",
@@ -70,12 +70,12 @@ def _fraction(argument: ast.AST) -> bool:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_tensors_of_floats_name_their_dtype(folder):
-    found = [
+    calls = [
         f"{path.relative_to(ROOT)}:{line}: {call}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for line, call in without_dtype(path.read_text(encoding="utf-8"))
     ]
-    assert found == []
+    assert calls == []
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ LAZY = {
 }
 
 
-def test_an_import_loads_no_more_than_it_needs():
+def test_import_loads_no_more_than_it_needs():
     lines = [
         f"import {modules}\nassert not sys.modules.keys() & {lazy}, {modules!r}"
         for modules, lazy in LAZY.items()
@@ -35,7 +35,7 @@ def test_an_import_loads_no_more_than_it_needs():
     subprocess.run([sys.executable, "-c", "\n".join(["import sys", *lines])], cwd=ROOT, check=True)
 
 
-def test_the_python_package_has_the_names_of_the_others():
+def test_headwise_exports_the_names_of_other_packages():
     import artifacts
     import headwise
     import runtime

@@ -27,20 +27,20 @@ def sizes_in_data(cls: type[data.Record]) -> dict[str, Any]:
     return {name: None if field.is_required() else field.default for name, field in named.items()}
 
 
-def test_the_same_kinds_with_the_same_sizes_and_defaults():
+def test_kinds_have_the_same_sizes_and_defaults_in_both_packages():
     in_data = {kind: sizes_in_data(cls) for kind, cls in data.RECORDS.items()}
     in_code = {kind: sizes_in_code(cls) for kind, cls in code.KINDS.items()}
     assert in_data == in_code
 
 
-def test_every_kind_has_a_colour_and_a_letter_of_its_own():
+def test_kinds_have_distinct_colors_and_letters():
     records = data.RECORDS.values()
     assert len({cls.letter for cls in records}) == len(records)
     assert len({cls.colour for cls in records}) == len(records)
 
 
 @given(st.data(), st.sampled_from(sorted(data.RECORDS)), LENGTHS, LENGTHS)
-def test_sizes_grow_alike(drawn, kind, searched, length):
+def test_grown_sizes_are_the_same_in_both_packages(drawn, kind, searched, length):
     record_class = data.RECORDS[kind]
     assert record_class.growing == code.KINDS[kind].growing
     sizes = {

@@ -110,7 +110,7 @@ wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mas
 for backend in ("auto", "reference"):
     torch.testing.assert_close(sparse_attention(q, k, v, index, backend=backend), wanted)
 
-# A candidate of the search, and what an artifact writes and serves of it.
+# A candidate of the search; an artifact stores and serves it.
 assert make("band", tiles=4) in candidate_grid(4096)
 record = as_artifact_pattern(band)
 assert density(record, length) == float(index.computed_tiles()[0, 0]) / index.causal_tiles
@@ -148,7 +148,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", *suites]))
 """
 
 
-def test_a_new_kind_touches_four_places_and_is_served(tmp_path):
+def test_new_kind_in_four_places_is_served(tmp_path):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

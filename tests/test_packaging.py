@@ -1,7 +1,8 @@
-"""Wheel and source archive, and our `kernels` beside Hugging Face's package of that name.
+"""Wheel and source archive, and our `kernels` next to Hugging Face's package of that name.
 
-They get on from a checkout, installed and editable, with their package and without it; installed
-means a folder of links to what is installed here, in a process that sees nothing else."""
+Both work from a checkout, installed and editable, with their package and without it. "Installed" is
+a folder of links to the packages of this environment, in a process that sees nothing else.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def build(sources: Path, hook: str, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A copy to build in: setuptools leaves folders beside what it builds."""
+    """A copy to build in: setuptools leaves folders there."""
     copy = tmp_path_factory.mktemp("sources")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns(*LEFTOVERS))
@@ -117,20 +118,20 @@ def unpacked(sources, tmp_path_factory):
 
 
 @needs_theirs
-def test_checkout_with_theirs():
-    """The tests themselves run from a checkout, beside what is installed."""
+def test_kernels_of_a_checkout_merges_with_hugging_faces():
+    """The tests themselves run from a checkout."""
     exec(WITH_THEIRS, {})
 
 
 @needs_theirs
-def test_two_checkouts_on_the_path(tmp_path, sources):
+def test_kernels_of_two_checkouts_merge(tmp_path, sources):
     site = farm(tmp_path / "site", theirs=True)
     code = "import kernels; print(len(kernels.__path__), kernels.get_kernel.__name__)"
     assert run(code, ROOT, sources, ROOT, site, cwd=tmp_path) == "2 get_kernel"
 
 
 @pytest.mark.slow
-def test_the_wheel_has_all_but_the_overlay(wheel):
+def test_wheel_contains_all_but_the_overlay(wheel):
     packed = set(zipfile.ZipFile(wheel).namelist())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = ("*.py", *project["tool"]["setuptools"]["package-data"]["*"])
@@ -155,7 +156,7 @@ def test_the_wheel_has_all_but_the_overlay(wheel):
         pytest.param(False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_wheel_with_theirs_and_without(theirs, wheel, tmp_path):
+def test_wheel_imports_with_and_without_hugging_faces_kernels(theirs, wheel, tmp_path):
     site = farm(tmp_path / "site", theirs=theirs)
     zipfile.ZipFile(wheel).extractall(site)
     run(WITH_THEIRS if theirs else WITHOUT_THEIRS, site, cwd=tmp_path)
@@ -164,7 +165,7 @@ def test_wheel_with_theirs_and_without(theirs, wheel, tmp_path):
 @needs_theirs
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_editable_with_theirs(sources, tmp_path):
+def test_editable_install_imports_with_hugging_faces_kernels(sources, tmp_path):
     site = farm(tmp_path / "site", theirs=True)
     zipfile.ZipFile(build(sources, "build_editable", tmp_path / "dist")).extractall(site)
     code = (
@@ -176,7 +177,7 @@ def test_editable_with_theirs(sources, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_source_archive_is_a_checkout_and_builds_the_same_wheel(unpacked, wheel, tmp_path):
+def test_source_archive_builds_the_same_wheel(unpacked, wheel, tmp_path):
     """Tests, docs and notebooks are in it: all but the history."""
     expected = {Path(name) for name in FILES} | {
         path.relative_to(ROOT)
@@ -191,8 +192,8 @@ def test_the_source_archive_is_a_checkout_and_builds_the_same_wheel(unpacked, wh
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_tests_of_the_source_archive_pass(unpacked):
-    names = ("test_kinds.py", "artifacts/test_store.py", "kernels/test_index.py")
+def test_source_archive_passes_its_tests(unpacked):
+    names = ("test_kinds.py", "conformance/test_store.py", "kernels/test_index.py")
     named = [f"tests/{name}" for name in names]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named]

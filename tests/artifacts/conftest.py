@@ -24,7 +24,7 @@ SMALL = to_artifact(strict_yaml.parse((HERE / "small.yaml").read_text()))
 
 
 def build(**changes: Any) -> artifacts.Artifact:
-    """The small artifact with some fields of its own, and a summary that counts its rows."""
+    """The small artifact with changed fields, and a summary that counts its rows."""
     fields = dict(SMALL) | changes
     if fields["search"] is not None:
         fields["search"] = counting(fields["search"], fields["prefill"].layers, fields["patterns"])

@@ -1,10 +1,10 @@
-"""python -m tests.artifacts.crash [KILLS]: kills writers and checks what they leave.
+"""python -m tests.artifacts.crash [KILLS]: kills writers and checks the files that they leave.
 
-First a writer dies at each call of the system on its way, one process for each, once more with half
-of what it was to write; then KILLS writers die at random instants, the last tenth of them among
-others that write into the same file. Whatever happens, the pair that is found is the old one or the
-new one, nothing is lost that a writer was told is there, and the next writer leaves nothing
-unfinished: at most whole sidecars that no YAML names."""
+First a writer dies at each of its system calls, in a process for each, and once more with half of
+the bytes written. Then KILLS writers die at random times, the last tenth of them among others that
+write into the same file. The pair must always be the old or the new one, no acknowledged entry may
+be lost, and the next writer leaves nothing unfinished: at most whole sidecars that no YAML names.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALLS = (*((os, name) for name in NAMES.split()), (fcntl, "flock"))
 
 
 def content(number: int) -> tuple[artifacts.Artifact, dict[str, Any]]:
-    """The artifact number 0, 1, 2, ...: its seed says which it is, and so do its arrays."""
+    """Artifact number 0, 1, 2, ...: its seed and its arrays hold the number."""
     artifact = build()
     artifact = artifact.model_copy(
         update={"search": artifact.search.model_copy(update={"seed": number})}
@@ -46,7 +46,7 @@ def write(path: Path, number: int) -> artifacts.Artifact:
     return artifacts.save(artifact, path, arrays)
 
 
-def found(path: Path) -> int:
+def number_at(path: Path) -> int:
     """The number of the artifact at `path`; raises where the two files are no pair."""
     artifact, arrays = artifacts.load_pair(path)
     assert (arrays["number"] == artifact.search.seed).all()
@@ -85,12 +85,12 @@ def at_each_call(folder: Path, *, torn: bool) -> Counter[int]:
             write(path, 1)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        seen[found(path)] += 1
+        seen[number_at(path)] += 1
         next_writer_clears(path)
         if status == 0:
             return seen
         assert os.WTERMSIG(status) == signal.SIGKILL, f"call {call} ended with {status}"
-    raise AssertionError("the write never came to its end")
+    raise AssertionError("the write did not end")
 
 
 def next_writer_clears(path: Path) -> None:
@@ -112,7 +112,7 @@ def at_random(folder: Path, kills: int) -> Counter[str]:
     started = time.perf_counter()
     for number in range(8):
         write(path, number)
-    each = (time.perf_counter() - started) / 8
+    seconds = (time.perf_counter() - started) / 8
     for _ in range(kills):
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
@@ -122,10 +122,10 @@ def at_random(folder: Path, kills: int) -> Counter[str]:
         os.read(reading, 1)
         os.close(reading)
         os.close(writing)
-        time.sleep(chance.uniform(0, 3 * each))
+        time.sleep(chance.uniform(0, 3 * seconds))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert found(path) in range(8)
+        assert number_at(path) in range(8)
         seen["leftovers" if len(os.listdir(folder)) > 2 else "no leftovers"] += 1
         next_writer_clears(path)
     return seen
@@ -163,11 +163,11 @@ def among_others(folder: Path, kills: int) -> int:
         os.waitpid(child, 0)
     os.close(writing)
     with open(reading, encoding="ascii") as stream:
-        told = stream.read().split()
-    kept = {entry.name for entry in artifacts.load_pair(path)[0].evidence.measurements}
-    assert kept >= set(told), f"lost: {sorted(set(told) - kept)}"
+        reported = stream.read().split()
+    retained = {entry.name for entry in artifacts.load_pair(path)[0].evidence.measurements}
+    assert retained >= set(reported), f"lost: {sorted(set(reported) - retained)}"
     next_writer_clears(path)
-    return len(told)
+    return len(reported)
 
 
 def with_entry(artifact: artifacts.Artifact, name: str) -> artifacts.Artifact:

@@ -49,7 +49,7 @@ class Config(CommandConfig):
         Arg(flags=("--by-hand",), either="total"),
         BeforeValidator(by_hand),
     ] = None
-    at_most: Annotated[int, Arg("so many", ("-n", "--at-most")), Field(ge=1)] = 3
+    at_most: Annotated[int, Arg("how many", ("-n", "--at-most")), Field(ge=1)] = 3
     lengths: Annotated[tuple[Annotated[Length, Field(ge=16)], ...], Arg("tokens")] = (64,)
     order: Annotated[Literal["rising", "falling"], Arg("sorted", group=ADVANCED)] = "rising"
     folder: Annotated[Path | None, Arg("of pictures")] = None
@@ -76,7 +76,7 @@ def parsed(words: str) -> Config:
     return read(parser(), Config, words.split(), "typed")
 
 
-def test_what_is_typed_has_the_fields_types_and_the_rest_its_defaults() -> None:
+def test_config_of_parsed_options_has_types_and_defaults() -> None:
     config = parsed("a.yaml --target-share 0.5")
     assert config == Config(file=Path("a.yaml"), share=0.5, command="typed")
     assert config.model_fields_set == {"file", "share", "part", "command"}
@@ -93,7 +93,7 @@ def test_help_has_defaults_choices_and_headings() -> None:
     text = parser().format_help()
     for part in (
         "usage: headwise try (--target-share X | --by-hand LAYERS) ARTIFACT [options]",
-        "-n N, --at-most N     so many (default 3)",
+        "-n N, --at-most N     how many (default 3)",
         "--lengths N [N ...]",
         "--order {rising,falling}",
         "--folder PATH",
@@ -135,7 +135,7 @@ def test_config_by_name_names_a_wrong_value(options: dict[str, Any], says: str) 
     assert str(refused.value).startswith(says)
 
 
-def test_a_config_names_what_is_missing_or_unknown() -> None:
+def test_config_names_missing_and_unknown_options() -> None:
     with pytest.raises(HeadwiseError, match=r"^ARTIFACT is required$"):
         Config(share=0.5)  # type: ignore[call-arg]
     with pytest.raises(HeadwiseError, match=r"^unknown option 'rates'; known: rate$"):
@@ -161,7 +161,7 @@ def test_bytes_of_reads_units() -> None:
         ("--target-share 0.5 --json=", "--json: cannot write '.'"),
     ],
 )
-def test_a_value_out_of_its_range_is_named_as_it_was_typed(words: str, says: str) -> None:
+def test_check_ranges_names_the_option_and_its_value(words: str, says: str) -> None:
     with pytest.raises(HeadwiseError, match=says):
         parsed(f"a.yaml {words}")
 
@@ -177,7 +177,7 @@ def test_a_value_out_of_its_range_is_named_as_it_was_typed(words: str, says: str
         ("--target-share 0.5 b.yaml", "unrecognized arguments: b.yaml; usage: headwise try"),
     ],
 )
-def test_what_argparse_refuses_is_one_line(
+def test_parser_error_is_one_line(
     words: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -187,7 +187,7 @@ def test_what_argparse_refuses_is_one_line(
     assert says in err and "--help)" in err
 
 
-def test_json_takes_no_artifact_for_its_file(
+def test_json_before_an_artifact_prints_to_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -198,7 +198,7 @@ def test_json_takes_no_artifact_for_its_file(
     assert parsed(f"{rest} -- --json").file == Path("--json")
 
 
-def test_deliver(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deliver_writes_text_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments.deliver("text", {"a": 1}, None)
     assert capsys.readouterr().out == "text\n"
     arguments.deliver("text", {"a": 1}, arguments.STDOUT)
@@ -208,7 +208,7 @@ def test_deliver(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((tmp_path / "out.json").read_text()) == {"a": str(tmp_path)}
 
 
-def test_verbosity_lasts_for_one_command_line() -> None:
+def test_verbosity_is_reset_by_the_next_command_line() -> None:
     words = ["cfg.yaml", "--target-share", "0.5"]
     log = logging.getLogger("headwise")
     try:
@@ -220,7 +220,7 @@ def test_verbosity_lasts_for_one_command_line() -> None:
     assert (command.verbosity, log.level) == (0, logging.NOTSET)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_installed_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(["--version"])
     assert ended.value.code == 0

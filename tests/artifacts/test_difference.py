@@ -1,4 +1,4 @@
-"""diff: what changed, and only that."""
+"""headwise diff: the changes between two artifacts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pair(tmp_path, make, arrays):
     return write
 
 
-def found(files, **options):
+def diff_of(files, **options):
     status, text = printed(files, as_json=STDOUT, **options)
     data = json.loads(text)
     assert status == (3 if data["differs"] else 0)
@@ -47,22 +47,22 @@ def test_diff_of_equal_content_ignores_times_and_commands(pair, make):
     search = make().search.model_copy(update={"command": "other"})
     files = pair(created_at="2026-01-01T00:00:00Z", search=search)
     assert printed(files) == (0, "no difference\n")
-    assert found(files)["sections"] == []
+    assert diff_of(files)["sections"] == []
 
 
 def test_diff_ignores_commands_of_measurements(tmp_path, every_kind):
     artifact, arrays = every_kind
-    first, *others = artifact.evidence.measurements
-    again = (first.model_copy(update={"command": "another day"}), *others)
+    first, *rest = artifact.evidence.measurements
+    again = (first.model_copy(update={"command": "another day"}), *rest)
     evidence = artifact.evidence.model_copy(update={"measurements": again})
     save(artifact, tmp_path / "a.yaml", arrays)
     save(artifact.model_copy(update={"evidence": evidence}), tmp_path / "b.yaml", arrays)
     files = {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
-    assert not found(files)["differs"]
+    assert not diff_of(files)["differs"]
     front = artifact.prefill.front.model_copy(update={"dense_right": 15})
     prefill = artifact.prefill.model_copy(update={"front": front})
     save(artifact.model_copy(update={"prefill": prefill}), tmp_path / "b.yaml", arrays)
-    data = found(files)
+    data = diff_of(files)
     assert data["sections"] == ["prefill"] and data["heads"]["changed"] == 0
 
 
@@ -73,7 +73,7 @@ def test_diff_counts_heads_by_kind_and_density(pair, make):
     patterns = {name: small.patterns[name] for name in (a, c, d, "dense")}
     prefill = small.prefill.model_copy(update={"layers": rows})
     files = pair(patterns=patterns, prefill=prefill)
-    data = found(files, length=8192)
+    data = diff_of(files, length=8192)
     assert data["heads"]["changed"] == 3 and data["length"] == 8192
     before, after = (mean_density(load_pair(file)[0], 8192) for file in files.values())
     assert data["density"] == [before, after] and before != after
@@ -86,7 +86,7 @@ def test_diff_counts_heads_by_kind_and_density(pair, make):
     assert "at 4,096 tokens" in text and "a_shape" not in text
 
 
-def test_diff_takes_a_new_name_for_no_new_pattern_and_a_new_size_for_one(pair, make):
+def test_diff_compares_patterns_by_size_and_not_by_name(pair, make):
     small = make()
     patterns = dict(small.patterns)
     patterns["nine"] = patterns.pop("bs_9")
@@ -95,7 +95,9 @@ def test_diff_takes_a_new_name_for_no_new_pattern_and_a_new_size_for_one(pair, m
         row and tuple("nine" if name == "bs_9" else name for name in row)
         for row in small.prefill.layers
     )
-    data = found(pair(patterns=patterns, prefill=small.prefill.model_copy(update={"layers": rows})))
+    data = diff_of(
+        pair(patterns=patterns, prefill=small.prefill.model_copy(update={"layers": rows}))
+    )
     assert data["heads"]["changed"] == 2 and data["sections"] == ["patterns", "prefill"]
 
 
@@ -109,7 +111,7 @@ def test_diff_names_sections_and_arrays_and_evidence(pair, make):
         decode=artifacts.Decode(omnikv=decode),
         evidence=artifacts.Evidence(verdict=verdict),
     )
-    data = found(files)
+    data = diff_of(files)
     assert data["sections"] == ["decode", "evidence", "sidecar"]
     assert data["heads"]["changed"] == 0
     assert data["evidence"] == ["not proven: no gate has run on its patterns", "proven: because"]
@@ -117,18 +119,18 @@ def test_diff_names_sections_and_arrays_and_evidence(pair, make):
     assert "sections   decode, evidence, sidecar\nevidence   not proven" in text
 
 
-def test_diff_sees_arrays_alone(pair):
+def test_diff_of_arrays_alone_differs(pair):
     recall = np.array([[1.0] * 4, [np.nan] * 4, [1.0] * 4], np.float32)
-    assert found(pair(more={"chosen.recall": recall}))["sections"] == ["sidecar"]
+    assert diff_of(pair(more={"chosen.recall": recall}))["sections"] == ["sidecar"]
 
 
-def test_diff_sees_policies_of_kv_heads(tmp_path, make):
+def test_diff_of_kv_policies_counts_heads(tmp_path, make):
     policies = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)}
     for name, first in (("a", ("f", "s")), ("b", "f")):
         layers = (first, "s", ("f", "s"))
         section = artifacts.KVCache(policies=policies, layers=layers)
         save(make(kv_cache=section), tmp_path / f"{name}.yaml")
-    data = found({"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"})
+    data = diff_of({"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"})
     assert data["sections"] == ["kv_cache"]
 
 
@@ -136,7 +138,7 @@ def test_diff_of_unlike_shapes_compares_no_heads(pair):
     files = pair()
     artifact, arrays = build_every_kind()
     save(artifact, files["after"], arrays)
-    data = found(files)
+    data = diff_of(files)
     assert data["differs"] and data["heads"]["changed"] is None and "model" in data["sections"]
     assert "cannot be compared" in printed(files)[1]
 

@@ -8,7 +8,7 @@ from artifacts import HeadwiseError
 from artifacts.files import atomic_write, check_writable, out_folder
 
 
-def test_writes_and_replaces_and_keeps_the_mode(tmp_path):
+def test_atomic_write_replaces_the_file_and_keeps_its_mode(tmp_path):
     path = tmp_path / "a.bin"
     atomic_write(path, b"one")
     path.chmod(0o640)
@@ -18,7 +18,7 @@ def test_writes_and_replaces_and_keeps_the_mode(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_new_file_follows_the_umask(tmp_path):
+def test_atomic_write_of_a_new_file_follows_the_umask(tmp_path):
     former = os.umask(0o027)
     try:
         atomic_write(tmp_path / "a.bin", b"")
@@ -38,7 +38,7 @@ def test_a_new_file_follows_the_umask(tmp_path):
         ("x" * 201, "more than 200 bytes"),
     ],
 )
-def test_check_writable_says_why_not(tmp_path, name, why):
+def test_check_writable_names_path_and_reason(tmp_path, name, why):
     (tmp_path / "file").write_text("")
     with pytest.raises(HeadwiseError, match=why):
         check_writable(name and tmp_path / name)
@@ -50,7 +50,7 @@ def test_check_writable_says_why_not(tmp_path, name, why):
 @pytest.mark.parametrize(
     "write", [check_writable, lambda path: atomic_write(path, b"new")], ids=["check", "write"]
 )
-def test_a_folder_that_refuses_files(tmp_path, monkeypatch, write):
+def test_write_into_a_folder_without_permission_is_refused(tmp_path, monkeypatch, write):
     """Root may write into any folder, so the refusal is played."""
 
     def refuse(*args, **kwargs):
@@ -61,7 +61,7 @@ def test_a_folder_that_refuses_files(tmp_path, monkeypatch, write):
         write(tmp_path / "cfg.yaml")
 
 
-def test_a_folder_for_output_goes_with_a_failure_where_nothing_is_in_it(tmp_path):
+def test_out_folder_is_removed_after_a_failure_if_empty(tmp_path):
     def fail(folder, write=None):
         with pytest.raises(KeyboardInterrupt), out_folder(folder):
             assert folder.is_dir()

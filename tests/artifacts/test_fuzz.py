@@ -1,10 +1,10 @@
-"""Mutated artifacts and other tools' files: refused in one line, or read as what they are.
+"""Mutated artifacts and other tools' files: refused in one line, or read correctly.
 
 `FUZZ=200000 pytest tests/artifacts/test_fuzz.py` is a long run.
 
-Most mutants are whole YAML files with whole sidecars and right hashes, so that what is wrong with
-them is found late, by validation; others have one thing wrong early: text that is no YAML, a header
-that lies, a hash of something else."""
+Most mutants are whole YAML files with whole sidecars and right hashes, so only validation finds the
+fault. Others fail early: text that is no YAML, a wrong header, a hash of something else.
+"""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ ENTRIES = (
 
 def bases(folder: Path) -> list[tuple[str, bytes]]:
     """Fields as JSON and sidecar bytes: a small artifact, every kind, and one without arrays."""
-    found = []
+    result = []
     path = folder / "cfg.yaml"
     for artifact, arrays in ((build(), build_arrays()), build_every_kind(), (build(), None)):
         saved = artifacts.save(artifact, path, arrays)
         data = b"" if saved.sidecar is None else path.with_name(saved.sidecar.file).read_bytes()
-        found.append((json.dumps(strict_yaml.parse(path.read_bytes())), data))
-    return found
+        result.append((json.dumps(strict_yaml.parse(path.read_bytes())), data))
+    return result
 
 
-def mutant(chance: random.Random, known: list[tuple[str, bytes]]) -> tuple[bytes, bytes | None]:
+def mutant(chance: random.Random, sources: list[tuple[str, bytes]]) -> tuple[bytes, bytes | None]:
     """Bytes of cfg.yaml, and of the sidecar that it names; None: there is none."""
-    text, data = chance.choice(known)
+    text, data = chance.choice(sources)
     fields = json.loads(text)
     kinds = chance.choices(("field", "field", "field", "sidecar", "text"), k=chance.randint(1, 4))
     for _ in range(kinds.count("field")):
@@ -216,8 +216,8 @@ def judge(folder: Path, text: bytes, data: bytes | None) -> str:
     # Another writer's sidecar may be laid out in another way.
     by_place = {"sidecar", "content_sha256"}
     assert again.model_dump(exclude=by_place) == artifact.model_dump(exclude=by_place)
-    beside = {"before": path, "after": again_at}
-    for verb, files in ((show, {"file": path}), (validate, {"file": path}), (diff, beside)):
+    pair = {"before": path, "after": again_at}
+    for verb, files in ((show, {"file": path}), (validate, {"file": path}), (diff, pair)):
         try:
             verb.run(verb.Config(**files))
         except HeadwiseError as error:
@@ -226,7 +226,7 @@ def judge(folder: Path, text: bytes, data: bytes | None) -> str:
 
 
 def sidecar_of(text: bytes) -> dict[str, str]:
-    """The section as it stands in the text, read by PyYAML alone, all as text."""
+    """The section of the text as PyYAML reads it, all values as text."""
     try:
         section = yaml.load(text, Loader=yaml.CBaseLoader)["sidecar"]
         return {key: value for key, value in section.items() if isinstance(value, str)}
@@ -234,14 +234,14 @@ def sidecar_of(text: bytes) -> dict[str, str]:
         return {}
 
 
-def test_mutants_are_refused_in_one_line_or_are_what_their_hashes_say(tmp_path):
-    known = bases(tmp_path)
+def test_load_of_a_mutant_is_refused_or_matches_its_hashes(tmp_path):
+    sources = bases(tmp_path)
     seen: Counter[str] = Counter()
     for seed in range(COUNT):
         # It ends the process; a timer that is left running would end whatever runs then.
         signal.setitimer(signal.ITIMER_PROF, HANG)
         try:
-            seen[judge(tmp_path, *mutant(random.Random(seed), known))] += 1
+            seen[judge(tmp_path, *mutant(random.Random(seed), sources))] += 1
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -253,8 +253,8 @@ def test_mutants_are_refused_in_one_line_or_are_what_their_hashes_say(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["head_patterns.json", "full_attention_heads.tsv", "config"])
-def test_files_of_other_tools(tmp_path, name):
-    """Read as what they are, or refused in one line, the model's configuration among them."""
+def test_convert_of_a_mutated_file_is_refused_or_valid(tmp_path, name):
+    """Read correctly or refused in one line, the model's configuration too."""
     model = (FILES / "model.json").read_bytes()
     heads = (FILES / (name if name != "config" else "head_patterns.json")).read_bytes()
     file = tmp_path / f"file{Path(name).suffix or '.json'}"

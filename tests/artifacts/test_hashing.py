@@ -8,7 +8,7 @@ from artifacts.store.hashing import canonical_json, content_sha256
 from tests.artifacts.conftest import replace_field
 
 
-def test_canonical_form():
+def test_canonical_json_sorts_keys_and_formats_numbers():
     value = {"b": [1, 1.0, 1e-05, True, None], "a": "é", "": {}}
     assert canonical_json(value) == '{"":{},"a":"é","b":[1,1,0.00001,true,null]}'.encode()
     value = {"\ue000": 1, "\U00010000": 2}
@@ -40,7 +40,7 @@ def every_leaf(value, path=()):
         yield path
 
 
-def test_every_field_counts_but_five_and_their_order_does_not(make):
+def test_content_sha256_covers_all_fields_but_five(make):
     sidecar = {"file": "a.safetensors", "sha256": "d" * 64}
     whole = make().model_dump(mode="json") | {"sidecar": sidecar}
     without_effect = set()

@@ -32,8 +32,8 @@ def rows_of(values: list[float]) -> list[list[float]]:
     return [values[layer * width : (layer + 1) * width] for layer in range(LAYERS)]
 
 
-def kept_by(made) -> list[bool]:
-    return [name == "full" for row in made.artifact.kv_cache.layers for name in row]
+def kept_by(result) -> list[bool]:
+    return [name == "full" for row in result.artifact.kv_cache.layers for name in row]
 
 
 def duo_table(values: list[float]) -> Source:
@@ -57,48 +57,48 @@ def kept_by_duo_attention(values: list[float], sparsity: float, seed: int) -> li
 
 @settings(max_examples=100, deadline=None)
 @given(order=st.permutations(range(LAYERS * 6)), sparsity=PERCENT)
-def test_without_ties_duo_attention_streams_ceil_of_the_share(order, sparsity):
+def test_import_duo_without_ties_streams_ceil_of_the_fraction(order, sparsity):
     values = [number / 1000 for number in order]
-    made = import_duo(values, sparsity=sparsity / 100)
-    assert kept_by(made) == kept_by_duo_attention(values, sparsity / 100, seed=0)
-    streaming = kept_by(made).count(False)
+    result = import_duo(values, sparsity=sparsity / 100)
+    assert kept_by(result) == kept_by_duo_attention(values, sparsity / 100, seed=0)
+    streaming = kept_by(result).count(False)
     # ceil(s (n - 1)), in whole numbers.
     assert streaming == (
         len(values) if sparsity == 100 else -(-sparsity * (len(values) - 1) // 100)
     )
-    assert made.report.exact == len(values) - streaming
+    assert result.report.exact == len(values) - streaming
 
 
 @settings(max_examples=60, deadline=None)
 @given(values=TIED, sparsity=st.integers(1, 99))
-def test_of_tied_heads_as_many_stream_as_in_duo_attention_and_the_report_names_them(
-    values, sparsity
-):
-    made = import_duo(values, sparsity=sparsity / 100)
+def test_import_duo_with_ties_streams_as_many_heads_and_reports_them(values, sparsity):
+    result = import_duo(values, sparsity=sparsity / 100)
     draws = [kept_by_duo_attention(values, sparsity / 100, seed) for seed in range(8)]
-    ours = kept_by(made)
+    ours = kept_by(result)
     assert {draw.count(False) for draw in draws} == {ours.count(False)}
-    ties = sum(note.heads for note in made.report.notes if note.what.startswith("tie at the cut"))
+    ties = sum(note.heads for note in result.report.notes if note.what.startswith("tie at the cut"))
     differing = sum(any(draw[head] != ours[head] for draw in draws) for head in range(len(values)))
     at_the_cut = max(value for value, kept in zip(values, ours, strict=True) if not kept)
     assert differing <= ties and ties in (0, values.count(at_the_cut))
 
 
-def test_ties_at_the_cut_stream_from_the_first_on():
+def test_import_duo_with_ties_streams_the_first_heads():
     # As in Llama-2-7B-32K's table at 0.25: 300 of 1,024 values are 0.
     values = [0.0 if head % 3 == 0 and head < 900 else 1.0 for head in range(1024)]
-    made = import_duo(values, sparsity=0.25)
-    streaming = [head for head, kept in enumerate(kept_by(made)) if not kept]
+    result = import_duo(values, sparsity=0.25)
+    streaming = [head for head, kept in enumerate(kept_by(result)) if not kept]
     assert streaming == list(range(0, 768, 3)) and len(streaming) == 256
-    (note,) = (note for note in made.report.notes if "DuoAttention draws" in note.what)
+    (note,) = (note for note in result.report.notes if "DuoAttention draws" in note.what)
     assert (note.effect, note.heads) == ("chooses otherwise", 300)
-    assert made.report.exact == 1024 - 300 and made.report.lossy
+    assert result.report.exact == 1024 - 300 and result.report.lossy
 
 
 @pytest.mark.parametrize("window", [1, 2, 257])
-def test_a_window_counts_the_token_itself_and_recent_size_does_not(tmp_path, window):
-    made = import_duo([0.0, 1.0] * LAYERS, window=window)
-    written = duo_attention.write(made.artifact, made.arrays, tmp_path / "full_attention_heads.tsv")
+def test_export_duo_recent_size_is_one_less_than_the_window(tmp_path, window):
+    result = import_duo([0.0, 1.0] * LAYERS, window=window)
+    written = duo_attention.write(
+        result.artifact, result.arrays, tmp_path / "full_attention_heads.tsv"
+    )
     for path, content in written.files.items():
         path.write_bytes(content)
     back = duo_attention.read(Source.read(tmp_path / "full_attention_heads.tsv"), shape(2))

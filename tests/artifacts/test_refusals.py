@@ -1,7 +1,7 @@
-"""Files that are refused, each in one line: the file, the field, the value and what would be right.
+"""Refused files, each with one line: the file, the field, the value and the allowed values.
 
-The files that were made to break a reader are each read in a process of its own, within 150 MiB and
-10 s."""
+Each hostile file is read in a separate process, within 150 MiB and 10 s.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +34,20 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("path", "value", "says"), ROWS, ids=["=".join(row[:2]) for row in ROWS])
-def test_fields_that_cannot_be(every_kind, path, value, says):
+def test_to_artifact_of_a_wrong_field_names_it(every_kind, path, value, says):
     fields = every_kind[0].model_dump(mode="json")
     replace_field(fields, path, *([json.loads(value)] if value else []))
     with pytest.raises(ArtifactError) as caught:
         to_artifact(fields)
-    assert says in str(caught.value)
+    message = str(caught.value)
+    assert says in message
+    names_field_alone = " " not in says
+    if names_field_alone and value and not isinstance(json.loads(value), dict | list):
+        assert repr(json.loads(value)) in message
 
 
 def line(path) -> str:
-    """The one line that loading gives."""
+    """The one line of the error of loading."""
     with pytest.raises(ArtifactError) as caught:
         load(path)
     text = str(caught.value)
@@ -51,11 +55,10 @@ def line(path) -> str:
     return text
 
 
-# What stands once in the saved file, what stands there instead, and what the line says.
+# Text of the saved file, its replacement, and a part of the error.
 EDITS = [
     ("seed: 7", "seed: 8", "content_sha256: says"),
     ("    recall: 0.93", "    recal: 0.93", "search.summary.recall: Field required (and 1 more)"),
-    ("    recall: 0.93", "    recall: .nan", "readers disagree about '.nan'"),
     ("evidence:", "evidenc:", "evidence: missing (is the file cut short?)"),
     ("  name: tiny", "  name: tiny\n  name: other", "line 7: the key 'name' is given twice"),
     ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", "patterns.bs_8 is used by no head: remove it"),
@@ -67,7 +70,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("old", "new", "says"), EDITS)
-def test_edited_by_hand(saved, old, new, says):
+def test_load_of_an_edited_file_names_the_field(saved, old, new, says):
     text = saved.read_text()
     assert text.count(old) == 1
     saved.write_text(text.replace(old, new))
@@ -86,18 +89,18 @@ def test_edited_by_hand(saved, old, new, says):
         (b"#" * (16 * 2**20 + 1), "has more than 16777216 bytes"),
     ],
 )
-def test_no_artifact_at_all(saved, data, says):
+def test_load_of_no_artifact_is_refused(saved, data, says):
     saved.write_bytes(data)
     assert says in line(saved)
 
 
-def test_missing_file_directory_and_device(tmp_path):
+def test_load_of_a_missing_file_directory_or_device_is_refused(tmp_path):
     assert "is a directory" in line(tmp_path)
     assert "no regular file" in line(os.devnull)
     assert "a\\nb: no such file" in line(tmp_path / "a\nb")
 
 
-def test_sidecar_missing_or_changed(saved):
+def test_load_with_a_missing_or_changed_sidecar_is_refused(saved):
     (sidecar,) = saved.parent.glob("*.safetensors")
     data = sidecar.read_bytes()
     sidecar.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -126,7 +129,7 @@ def with_sidecar(path, file, data):
     ["../cfg.safetensors", "/etc/passwd", "..\\cfg.safetensors", "..", "c:y.safetensors",
      "y.safetensors/", "y.safetensors\0", "passwd"],
 )  # fmt: skip
-def test_a_sidecar_elsewhere_is_refused_whatever_its_hash(saved, name):
+def test_load_with_a_sidecar_in_another_folder_is_refused(saved, name):
     with_sidecar(saved, name, b"")
     assert "sidecar.file: must be the bare name" in line(saved)
 
@@ -139,7 +142,7 @@ def at(table, *places):
     return changed
 
 
-# An array of the sidecar, what stands in its place (None: nothing does), and what is said.
+# An array of the sidecar, its change (None removes it), and a part of the error.
 ARRAYS = [
     ("front.rows", lambda a: None, "prefill.front: the sidecar has no array front.rows"),
     ("front.rows", lambda a: a[:, 1:], "of shape (2, 5, 4), got int16 of shape (2, 4, 4)"),
@@ -157,7 +160,7 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize(("name", "change", "says"), ARRAYS)
-def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, says):
+def test_save_and_load_refuse_wrong_arrays(tmp_path, every_kind, monkeypatch, name, change, says):
     """Refused when they are written, and when a file that another writer made is read."""
     artifact, arrays = every_kind
     arrays[name] = change(arrays.get(name))
@@ -172,14 +175,14 @@ def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, 
     assert says in line(path)
 
 
-def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):
+def test_save_of_an_invalid_copy_writes_nothing(tmp_path, make):
     broken = make().model_copy(update={"patterns": {}})
     with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
         save(broken, tmp_path / "cfg.yaml")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(saved, tmp_path):
+def test_load_of_a_pipe_or_device_is_refused_at_once(saved, tmp_path):
     (sidecar,) = saved.parent.glob("*.safetensors")
     sidecar.unlink()
     os.mkfifo(sidecar)
@@ -191,7 +194,7 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(saved, tmp_pa
     assert "pipe.yaml: cannot be read, is no regular file" in line(tmp_path / "pipe.yaml")
 
 
-def test_links_are_read_like_any_file_and_never_written_through(saved, make, arrays, tmp_path):
+def test_links_are_read_and_never_written_through(saved, make, arrays, tmp_path):
     """Caches of downloaded files are made of links."""
     (sidecar,) = saved.parent.glob("*.safetensors")
     blob = sidecar.rename(tmp_path / "blob")
@@ -210,7 +213,7 @@ def test_links_are_read_like_any_file_and_never_written_through(saved, make, arr
 @pytest.mark.skipif(
     not Path("/proc/self/pagemap").exists(), reason="needs a file that says nothing of its size"
 )
-def test_a_file_that_says_nothing_of_its_size_is_not_read_to_its_end(saved, monkeypatch):
+def test_load_of_a_file_without_a_size_stops_at_the_limit(saved, monkeypatch):
     """Regular, of size 0 and hundreds of gigabytes long."""
     monkeypatch.setattr("artifacts.store.sidecar.MAX_SIDECAR", 2**20)
     monkeypatch.setattr("artifacts.store.read.MAX_BYTES", 2**20)
@@ -242,7 +245,7 @@ POLICY = {"kind": "h2o", "heavy": "x", "recent": "x", "normalised": 5}
 
 
 def counted(heads):
-    """Changes that make the model one of so many heads."""
+    """Changes to a model of `heads` heads."""
     prefill = {"dense_below": 0, "dense_tail": 0, "layers": [None] * 17}
     cache = {"policies": {"full": {"kind": "full"}}, "layers": ["full"] * 17, "imported": None}
 
@@ -279,7 +282,7 @@ FIELDS = {
 }
 
 
-# Patterns without sizes stand for others of which too many values are wrong.
+# Like patterns without sizes, these have too many wrong values.
 TOO_MANY = ("wrong names", "wrong policies")
 ONCE = [name for name in FIELDS if name not in TOO_MANY]
 
@@ -313,14 +316,14 @@ SIDECARS = {
 
 
 def costs_little(read):
-    """Report of read() in a process of its own, limited to 150 MiB more and 10 s of processor."""
+    """Report of read() in a separate process, limited to 150 MiB more and 10 s of CPU time."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         used = resource.getrusage(resource.RUSAGE_SELF)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + 150 * 2**20
+        limit = pages * resource.getpagesize() + 150 * 2**20
         seconds = int(used.ru_utime + used.ru_stime) + 11
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         try:
             said = f"read: {read()}"
@@ -339,7 +342,7 @@ def costs_little(read):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("name", sampled([*TEXTS, *FIELDS, *SIDECARS], *TEXTS, *ONCE, *SIDECARS))
-def test_what_was_made_to_break_a_reader_is_refused_and_costs_little(saved, name):
+def test_load_of_a_hostile_file_is_refused_within_memory_and_time(saved, name):
     if name in TEXTS:
         begin = b"a: '" if name == "one text" else b""
         saved.write_bytes(begin + TEXTS[name] * (SIZE // len(TEXTS[name])))
@@ -389,7 +392,7 @@ def large():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(LARGE, *LARGE[:2]))
-def test_what_is_as_large_as_may_be_ends_every_verb_well(tmp_path, name):
+def test_commands_on_the_largest_artifacts_succeed(tmp_path, name):
     artifact, arrays = large()[name]
     save(artifact, tmp_path / "cfg.yaml", arrays)
     for verb, files in (("show", 1), ("validate", 1), ("diff", 2)):

@@ -41,11 +41,11 @@ from tests.artifacts.conftest import counting
         (BlockSparse(blocks=100, coverage=1e-5), "bs_100_c0.001"),
     ],
 )
-def test_names_of_patterns_beyond_those_of_the_golden_artifact(pattern, name):
+def test_pattern_name_of_coverage_and_last_queries(pattern, name):
     assert pattern_name(pattern) == name
 
 
-def test_artifacts_do_not_change(make):
+def test_artifact_is_frozen(make):
     artifact = make()
     with pytest.raises(ValidationError):
         artifact.model = None
@@ -53,14 +53,14 @@ def test_artifacts_do_not_change(make):
         artifact.prefill.dense_below = 1
 
 
-def test_a_mean_a_rounding_error_above_one_is_one(make):
+def test_summary_recall_is_clamped_within_rounding_errors(make):
     summary = make().search.summary.model_dump()
     assert Summary(**summary | {"recall": 1.0 + 1e-6}).recall == 1.0
     with pytest.raises(ValidationError):
         Summary(**summary | {"recall": 1.01})
 
 
-def test_a_row_is_one_policy_for_all_kv_heads_or_one_for_each():
+def test_kv_cache_row_is_one_policy_or_one_per_head():
     policies = {"full": Full(), "stream": Streaming()}
     section = KVCache(policies=policies, layers=("stream", None, ("full", "stream")))
     assert section.heads(0, 2) == ("stream", "stream")
@@ -84,7 +84,7 @@ def test_grown_on_more_keys_scales_sizes_in_proportion():
     assert grown(VerticalSlash(vertical=1, slash=1 << 30), 1, 1 << 20).slash == LARGEST
 
 
-def test_rows_of_points_come_back(every_kind, tmp_path):
+def test_front_rows_round_trip(every_kind, tmp_path):
     artifact, arrays = every_kind
     save(artifact, tmp_path / "cfg.yaml", arrays)
     artifact, arrays = artifacts.load_pair(tmp_path / "cfg.yaml")
@@ -100,7 +100,7 @@ def test_rows_of_points_come_back(every_kind, tmp_path):
             artifacts.front_arrays(artifact.patterns, rows)
 
 
-def test_a_pattern_that_only_the_front_uses_is_used(every_kind, tmp_path):
+def test_save_accepts_a_pattern_that_only_the_front_uses(every_kind, tmp_path):
     artifact, arrays = every_kind
     rows = tuple(row and ("dense",) * 4 for row in artifact.prefill.layers)
 
@@ -118,7 +118,7 @@ def test_a_pattern_that_only_the_front_uses_is_used(every_kind, tmp_path):
         to_artifact(changed(front=None).model_dump(mode="json"))
 
 
-def test_seen_windows(every_kind):
+def test_seen_windows_round_trip_and_refuse_other_digests(every_kind):
     assert artifacts.seen_windows(every_kind[1]) == {"0" * 64, "f" * 64}
     assert artifacts.seen_windows({}) == frozenset()
     for wrong in ("x" * 64, "ab", "\u0661" * 64, "A" * 64):
@@ -128,15 +128,15 @@ def test_seen_windows(every_kind):
 
 def test_schema_describes_every_field(capsys):
     assert main(["schema", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert made == schema() and f"version {SCHEMA_VERSION}" in made["title"]
-    assert made["$schema"].startswith("https://json-schema.org/")
-    for part in (made, *made["$defs"].values()):
+    document = json.loads(capsys.readouterr().out)
+    assert document == schema() and f"version {SCHEMA_VERSION}" in document["title"]
+    assert document["$schema"].startswith("https://json-schema.org/")
+    for part in (document, *document["$defs"].values()):
         for name, field in part.get("properties", {}).items():
             assert field["description"], f"{name}: describe it where it is declared"
 
 
-def test_a_file_names_the_schema_that_lies_beside_it(saved, capsys):
+def test_saved_file_names_the_schema_file(saved, capsys):
     first = saved.read_text().splitlines()[0]
     assert first == f"# yaml-language-server: $schema={SCHEMA_FILE}"
     assert main(["schema", "--out", str(saved.parent)]) == 0

@@ -1,4 +1,4 @@
-"""headwise show: the page of an artifact, within its columns, and what it says of the files."""
+"""headwise show: the page of an artifact, its width, and its report on the files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwise.__main__ import main
 
 @pytest.fixture
 def page(capsys, monkeypatch):
-    """page(path) -> the text for a terminal of so many columns."""
+    """page(path) -> the text for a terminal of `columns` columns."""
 
     def page(path, columns=80):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -29,7 +29,7 @@ def map_rows(text):
     return [line.split() for line in lines if line.strip()[:2] in "0 1 2 3 4 "]
 
 
-def test_the_page(saved, page):
+def test_show_page_has_the_figures_and_the_layer_map(saved, page):
     text = page(saved)
     assert all(len(line) <= 80 for line in text.splitlines())
     prose = " ".join(text.split())
@@ -47,7 +47,7 @@ def test_the_page(saved, page):
     ]
 
 
-def test_every_kind_its_front_and_its_policies(tmp_path, every_kind, page):
+def test_show_page_has_every_kind_front_and_policies(tmp_path, every_kind, page):
     artifact, arrays = every_kind
     save(artifact, tmp_path / "cfg.yaml", arrays)
     text = page(tmp_path / "cfg.yaml", columns=100)
@@ -68,7 +68,7 @@ def test_every_kind_its_front_and_its_policies(tmp_path, every_kind, page):
 @pytest.mark.parametrize(
     "damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"changed")]
 )
-def test_a_damaged_sidecar_is_a_finding(saved, damage, capsys):
+def test_show_of_a_damaged_sidecar_exits_with_3(saved, damage, capsys):
     assert main(["show", str(saved), "--json"]) == 0
     assert type(load(saved)).model_validate_json(capsys.readouterr().out) == load(saved)
     (sidecar,) = saved.parent.glob("*.safetensors")
@@ -78,7 +78,7 @@ def test_a_damaged_sidecar_is_a_finding(saved, damage, capsys):
     assert json.loads(capsys.readouterr().out)["model"]["name"] == "tiny"
 
 
-def test_many_heads_are_wrapped(tmp_path, make, page):
+def test_show_page_wraps_rows_of_many_heads(tmp_path, make, page):
     artifact = make()
     patterns = {name: artifact.patterns[name] for name in ("bs_9", "dense")}
     changed = make(
@@ -98,7 +98,7 @@ def test_many_heads_are_wrapped(tmp_path, make, page):
         (False, 8192, "loss of one in five; measured up to 8,192 tokens"),
     ],
 )
-def test_page_says_up_to_which_length_it_is_proven(proven, length, says, tmp_path, make, page):
+def test_show_page_names_the_length_of_its_verdict(proven, length, says, tmp_path, make, page):
     artifact = make()
     tasks = tuple(
         TaskFigures(task="prose", length=tokens, prompts=2, kl=0.01) for tokens in (length, 512)
@@ -109,7 +109,7 @@ def test_page_says_up_to_which_length_it_is_proven(proven, length, says, tmp_pat
     assert says in " ".join(page(tmp_path / "a.yaml").split())
 
 
-def test_a_name_moves_no_cursor(tmp_path, make, page):
+def test_show_page_escapes_control_characters(tmp_path, make, page):
     artifact = make()
     model = artifact.model.model_copy(update={"name": "evil\x1b[2J"})
     save(artifact.model_copy(update={"model": model, "evidence": Evidence()}), tmp_path / "a.yaml")

@@ -1,4 +1,4 @@
-"""Signatures: what the key's holder signed loads, and nothing else does."""
+"""Signatures: only files signed with the key load."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_load_signed_artifact_accepts_its_key(saved, key, public):
 
 
 def refusal(saved, public):
-    """The one line that loading with a key gives; every way to load gives it."""
+    """The error of loading with a key, the same for every way to load."""
     lines = set()
     yaml_only = partial(load, check_sidecar=False)
     for read in (load, load_arrays, load_pair, yaml_only, runtime.load):
@@ -125,7 +125,7 @@ def test_sign_changed_artifact_is_refused(saved, key):
     assert not signature_path(saved).exists()
 
 
-def test_sign_and_load_refuse_what_is_no_key(saved, key, public, tmp_path):
+def test_sign_and_load_refuse_other_files_as_keys(saved, key, public, tmp_path):
     from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -153,9 +153,9 @@ def test_sign_covers_the_checked_bytes(saved, key, public, monkeypatch):
     """A file that is replaced during the check gets no signature."""
     checked, read = saved.read_bytes(), store.check_arrays
 
-    def replaced(*given):
+    def replaced(*arguments):
         saved.write_bytes(checked.replace(b"--model tiny", b"--model evil"))
-        return read(*given)
+        return read(*arguments)
 
     monkeypatch.setattr(store, "check_arrays", replaced)
     sign(saved, key)

@@ -38,7 +38,7 @@ VALUES = st.recursive(
 @settings(max_examples=50)
 @given(st.dictionaries(TEXT | TRICKY, VALUES, max_size=5))
 @example({text: text for text in ALL_TRICKY})
-def test_every_value_comes_back(fields):
+def test_dump_and_parse_round_trip_every_value(fields):
     text = dump(fields)
     back = parse(text)
     assert back == fields
@@ -60,7 +60,7 @@ def test_every_value_comes_back(fields):
         ("null", None),
     ],
 )
-def test_plain_scalars_that_all_readers_read_alike(text, value):
+def test_parse_accepts_unambiguous_plain_scalars(text, value):
     assert parse(f"a: {text}") == {"a": value}
 
 
@@ -74,7 +74,7 @@ BEYOND = f"{2**53 + 1} {-(2**53) - 1} {'9' * 40} {'9' * 5000}"
 
 
 @pytest.mark.parametrize("text", UNCLEAR.split())
-def test_plain_scalars_that_readers_disagree_about_are_refused(text):
+def test_parse_refuses_ambiguous_plain_scalars(text):
     with pytest.raises(ArtifactError, match=r"line 2: readers disagree about .*: quote a text"):
         parse(f"a: 1\nb: [{text}]")
     assert parse(f"'{text}': \"{text}\"") == {text: text}
@@ -84,13 +84,13 @@ def test_plain_scalars_that_readers_disagree_about_are_refused(text):
 @pytest.mark.parametrize(
     "text", [*UNCLEAR.split(), "null", "~", "true", "false", "1", "-12", "0.5", "1.0e-05"]
 )
-def test_a_key_without_quotes_is_text_to_every_reader(text):
+def test_parse_refuses_keys_that_are_not_text(text):
     with pytest.raises(ArtifactError, match="line 1: a key must be text"):
         parse(f"{text}: 1")
 
 
 @pytest.mark.parametrize("text", BEYOND.split(), ids=len)
-def test_numbers_that_readers_round_are_refused(text):
+def test_parse_refuses_numbers_that_readers_round(text):
     with pytest.raises(ArtifactError, match="readers disagree about"):
         parse(f"a: {text}")
     assert parse(str(2**53)) == 2**53
@@ -125,16 +125,16 @@ MANY = "more than 100000 values, or nested more than 32 deep"
     ],
     ids=range(19),
 )
-def test_refused(text, why):
+def test_parse_refuses_unsafe_yaml(text, why):
     with pytest.raises(ArtifactError, match=re.escape(why)):
         parse(text)
 
 
-def test_what_is_just_within_the_bounds_is_read():
+def test_parse_accepts_the_largest_allowed_values():
     assert len(parse("[" + "1, " * (MAX_VALUES - 2) + "1]")) == MAX_VALUES - 1
     parse("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     parse("[" + "[], " * MAX_DEPTH + "[]]")
 
 
-def test_percent_signs_within_lines_are_text():
+def test_parse_accepts_percent_signs_inside_lines():
     assert parse("a: 5%\nb: '%'\nc: x %TAG") == {"a": "5%", "b": "%", "c": "x %TAG"}

@@ -311,7 +311,7 @@ LONG = {
     "tail, 200 of 4100, sinks, window, soft-cap": last(
         200, 4100, heads=2, dense_tail=70, sinks=True, window=3000, softcap=20.0
     ),
-    # What was added up is rescaled again and again.
+    # The accumulated output is rescaled many times.
     "rising": square(900, heads=4, kv_heads=2, rise=0.012),
     "rising, 70 of 4100, soft-cap": last(
         70, 4100, heads=4, kv_heads=2, rise=0.002, softcap=50.0, dense_tail=4100
@@ -379,16 +379,18 @@ def problem(case: Case, device: torch.device) -> Problem:
     return Problem(q, k, v, index, rest, out, lse, skipped)
 
 
-def served(case: Case, given: Problem, op: Callable[[AttentionCall], Any]) -> tuple[Tensor, Tensor]:
+def served(
+    case: Case, inputs: Problem, op: Callable[[AttentionCall], Any]
+) -> tuple[Tensor, Tensor]:
     """out and lse of a backend's op; layout, dtypes and the count of tiles are as they must be."""
-    skipped = torch.zeros_like(given.skipped)
-    rest = {**given.rest, "skipped": skipped}
-    shape = (*given.q.shape[:3], case.v_dim + 3)
-    around = torch.full(shape, float("nan"), dtype=case.dtype, device=given.q.device)
+    skipped = torch.zeros_like(inputs.skipped)
+    rest = {**inputs.rest, "skipped": skipped}
+    shape = (*inputs.q.shape[:3], case.v_dim + 3)
+    around = torch.full(shape, float("nan"), dtype=case.dtype, device=inputs.q.device)
     if case.given:
         rest["out"] = around[..., 1:-2]
-    out, lse = op(AttentionCall(given.q, given.k, given.v, given.index, **rest))
-    assert torch.equal(skipped, given.skipped)
+    out, lse = op(AttentionCall(inputs.q, inputs.k, inputs.v, inputs.index, **rest))
+    assert torch.equal(skipped, inputs.skipped)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     if case.given:
         assert out is rest["out"] and bool(around[..., [0, -2, -1]].isnan().all())
@@ -399,12 +401,12 @@ def served(case: Case, given: Problem, op: Callable[[AttentionCall], Any]) -> tu
 
 def run(case: Case, device: torch.device) -> tuple[float, float]:
     """Largest errors of Triton's out and lse; infinite where nothing was written."""
-    given = problem(case, device)
+    inputs = problem(case, device)
     op = partial(attend, backend="triton")
     if case.config is not None or case.splits is not None:
         op = partial(backend.run, config=case.config, splits=case.splits)
-    out, lse = served(case, given, op)
-    return float(difference(out, given.out).max()), float(difference(lse, given.lse).max())
+    out, lse = served(case, inputs, op)
+    return float(difference(out, inputs.out).max()), float(difference(lse, inputs.lse).max())
 
 
 def check(actual: Tensor, expected: Tensor, op: str, dtype: torch.dtype) -> None:
@@ -460,12 +462,12 @@ def _random_index(
 ) -> SparseIndex:
     diagonals, tiles, columns = (int(x) for x in case.index.removeprefix("random:").split(","))
     n, heads = num_tiles(k_len), (batch, case.heads)
-    others = _entries(heads, n - 1, diagonals - 1, device)
+    rest = _entries(heads, n - 1, diagonals - 1, device)
     own = torch.zeros(*heads, 1, dtype=torch.int32, device=device)
     return SparseIndex(
         q_len=q_len,
         k_len=k_len,
-        diagonals=torch.cat([own, torch.where(others == PAD, PAD, others + 1)], -1).to(torch.int32),
+        diagonals=torch.cat([own, torch.where(rest == PAD, PAD, rest + 1)], -1).to(torch.int32),
         **lists(_entries((*heads, num_rows(q_len, k_len)), n, tiles, device)),
         columns=_entries(heads, k_len, columns, device),
     )
@@ -494,7 +496,7 @@ def _paged_call(
         index = replace(index, ragged=replace(ragged, k_starts=(0,) * len(ragged)))
     freed = [0] * len(keys)
     if index.window is not None:
-        # A serving engine gives the pages behind the first query's window to other sequences.
+        # A serving engine reuses the pages behind the first query's window for other sequences.
         lengths = [(index.q_len, index.k_len)] * len(keys)
         if ragged is not None:
             lengths = list(ragged.lengths)

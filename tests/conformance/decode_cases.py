@@ -237,16 +237,20 @@ def _tokens(case: Case) -> Tensor | None:
     return tokens[:, 0] if case.tokens == "shared" else tokens
 
 
-def errors(found: Decoded, expected: Decoded, rows: int) -> tuple[float, float, float]:
+def errors(result: Decoded, expected: Decoded, rows: int) -> tuple[float, float, float]:
     """Largest errors of out, log-sum-exp and scores, the last for each of `rows`; NaN counts."""
-    assert found.scores is not None and expected.scores is not None
-    pairs = ((found.out, expected.out), (found.lse, expected.lse), (found.scores, expected.scores))
+    assert result.scores is not None and expected.scores is not None
+    pairs = (
+        (result.out, expected.out),
+        (result.lse, expected.lse),
+        (result.scores, expected.scores),
+    )
     out, lse, scores = (float(difference(*pair).max()) for pair in pairs)
     return out, lse, scores / rows
 
 
 def serve(backend: Any, **form: Any) -> Callable[..., Decoded]:
-    """A backend's module as the op, with arguments of its own."""
+    """A backend's module as the op, with separate arguments."""
 
     def op(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Decoded:
         return backend.run(DecodeCall(q, k, v, **rest), **form)
@@ -273,7 +277,7 @@ def run(
 ) -> tuple[float, float, float]:
     """Errors of an op against the fp32 reference."""
     qkv, rest, _ = problem(case, device)
-    found = op(*qkv, **rest, scores=scores)
-    assert found.out.dtype == case.dtype and found.lse.dtype == torch.float32
-    assert found.out.transpose(1, 2).is_contiguous()
-    return errors(found, oracle(case, device, scores), case.q_len * case.heads // case.kv_heads)
+    result = op(*qkv, **rest, scores=scores)
+    assert result.out.dtype == case.dtype and result.lse.dtype == torch.float32
+    assert result.out.transpose(1, 2).is_contiguous()
+    return errors(result, oracle(case, device, scores), case.q_len * case.heads // case.kv_heads)

@@ -79,9 +79,9 @@ def call(
     def served(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if op != "attention":
             bound = {} if op == "scores" else {"window": window}
-            found = decode_attention(q, k, v, **bound, scores=scores, backend=backend)
-            assert found.scores is None or found.scores.shape == k.shape[:3]
-            return found.out, found.lse
+            result = decode_attention(q, k, v, **bound, scores=scores, backend=backend)
+            assert result.scores is None or result.scores.shape == k.shape[:3]
+            return result.out, result.lse
         attention = AttentionCall(q, k, v, index)
         if form == "parts":
             return triton.run(attention, splits=3)
@@ -90,9 +90,11 @@ def call(
     return Call(q, k, v, seen, served)
 
 
-def faults(given: Call, clean: tuple[Tensor, Tensor], place: str, at: int, bad: float) -> list[str]:
+def faults(
+    inputs: Call, clean: tuple[Tensor, Tensor], place: str, at: int, bad: float
+) -> list[str]:
     """Faults of a call with a bad number of the first sequence: in query head 1, or KV head 1."""
-    q, k, v = (x.clone() for x in given[:3])
+    q, k, v = (x.clone() for x in inputs[:3])
     reached = torch.zeros(q.shape[:3], dtype=torch.bool)
     may_differ = torch.zeros_like(clean[0], dtype=torch.bool)
     if place == "query":
@@ -100,9 +102,9 @@ def faults(given: Call, clean: tuple[Tensor, Tensor], place: str, at: int, bad: 
         reached[0, 1, at] = True
     else:
         (k if place == "key" else v)[0, 1, at, 5] = bad
-        reached[0, 2:] = given.seen[0, 2:, :, at]
+        reached[0, 2:] = inputs.seen[0, 2:, :, at]
     assert bool(reached.any()) and not bool(reached.all())
-    out, lse = given.op(q, k, v)
+    out, lse = inputs.op(q, k, v)
     clean_out, clean_lse = clean
     touched = torch.zeros(out.shape, dtype=torch.bool)
     if place == "value":
@@ -116,33 +118,33 @@ def faults(given: Call, clean: tuple[Tensor, Tensor], place: str, at: int, bad: 
         difference(x, y) > TOLERANCES[name, q.dtype][0]
         for name, x, y in (("out", out, clean_out), ("lse", lse, clean_lse))
     )
-    found = {
+    result = {
         "a query that sees it is finite": bool(out[touched].isfinite().any()),
         "another output differs": bool(out_differs[~may_differ].any()),
         "a log-sum-exp is not NaN": not bool(lse[reached].isnan().all()),
         "another log-sum-exp differs": bool(lse_differs[~reached].any()),
     }
-    return [f"{place} {at}, {bad}: {name}" for name, wrong in found.items() if wrong]
+    return [f"{place} {at}, {bad}: {name}" for name, wrong in result.items() if wrong]
 
 
-def reached(given: Call, *places: tuple[str, int, float]) -> Iterator[str]:
+def reached(inputs: Call, *places: tuple[str, int, float]) -> Iterator[str]:
     """All faults of bad numbers: each ("query", "key" or "value", its row, the number)."""
-    clean = given.op(*given[:3])
+    clean = inputs.op(*inputs[:3])
     assert all(bool(x.isfinite().all()) for x in clean)
     for place, at, bad in places:
-        yield from faults(given, clean, place, at, bad)
+        yield from faults(inputs, clean, place, at, bad)
 
 
 def wrong_where_huge(op: str, backend: str, length: int, factor: float, dtype: torch.dtype) -> str:
-    """Fault of a backend where the largest key takes all; empty where it gives what is right."""
+    """Fault of a backend if the largest key takes all the weight; empty if it is right."""
     q_len = 5 if op == "decode" else length
-    given, expected = (
+    inputs, expected = (
         call(op, name, q_len=q_len, k_len=length, dtype=dtype, batch=1)
         for name in (backend, "reference")
     )
-    big = given.q * factor
-    out, lse = given.op(big, *given[1:3])
-    right, right_lse = expected.op(big, *given[1:3])
+    big = inputs.q * factor
+    out, lse = inputs.op(big, *inputs[1:3])
+    right, right_lse = expected.op(big, *inputs[1:3])
     if not (out.isfinite().all() and lse.isfinite().all() and out.abs().max() > 1):
         return f"{op}: not finite, or nothing"
     if not torch.allclose(lse, right_lse, rtol=1e-4, atol=1e-4):

@@ -33,10 +33,10 @@ class Head:
     scale: float
     turned: Callable[[Tensor, Tensor], Tensor]
 
-    def attend(self, token: int, kept: list[int]) -> tuple[Tensor, Tensor]:
+    def attend(self, token: int, retained: list[int]) -> tuple[Tensor, Tensor]:
         """Output (m, E) and probabilities (m, len(kept)) of a token that sees these tokens."""
-        weights = (self.q[:, token] @ self.k[kept].T * self.scale).softmax(-1)
-        return weights @ self.v[kept], weights
+        weights = (self.q[:, token] @ self.k[retained].T * self.scale).softmax(-1)
+        return weights @ self.v[retained], weights
 
 
 # Output (m, n, E), and the tokens kept in the end.
@@ -58,18 +58,18 @@ def full(record: artifacts.Full, head: Head, chunks: list[tuple[int, int]]) -> R
 def streaming(record: artifacts.Streaming, head: Head, chunks: list[tuple[int, int]]) -> Result:
     """StreamingLLM, section 3.2: first and last tokens, with positions in the cache or the text."""
     outs = []
-    kept: list[int] = []
+    retained: list[int] = []
     for token in range(chunks[-1][1]):
         last = range(max(0, token - record.window + 1), token + 1)
-        kept = sorted({*range(min(record.sinks, token + 1)), *last})
-        positions = torch.tensor(kept)
+        retained = sorted({*range(min(record.sinks, token + 1)), *last})
+        positions = torch.tensor(retained)
         if record.positions == "cache":
-            positions = torch.arange(len(kept))
-        k = head.turned(head.k[kept], positions - torch.tensor(kept))
+            positions = torch.arange(len(retained))
+        k = head.turned(head.k[retained], positions - torch.tensor(retained))
         q = head.turned(head.q[:, [token]], positions[-1:] - token)
         weights = (q @ k.T * head.scale).softmax(-1)
-        outs.append((weights @ head.v[kept])[:, 0])
-    return torch.stack(outs, dim=1), kept
+        outs.append((weights @ head.v[retained])[:, 0])
+    return torch.stack(outs, dim=1), retained
 
 
 def h2o(record: artifacts.H2O, head: Head, chunks: list[tuple[int, int]]) -> Result:
@@ -81,48 +81,48 @@ def h2o(record: artifacts.H2O, head: Head, chunks: list[tuple[int, int]]) -> Res
     if record.eviction == "greedy":
         chunks = [(token, token + 1) for token in range(n)]
     outs = []
-    kept: list[int] = []
+    retained: list[int] = []
     score = torch.zeros(n)
     for begin, end in chunks:
         for token in range(begin, end):
-            kept.append(token)
-            out, weights = head.attend(token, kept)
+            retained.append(token)
+            out, weights = head.attend(token, retained)
             outs.append(out)
-            score[kept] += weights.sum(0)
+            score[retained] += weights.sum(0)
         recent = budget(record.recent, end)
-        while len(kept) > budget(record.heavy, end) + recent:
-            old = [token for token in kept if token < end - recent]
+        while len(retained) > budget(record.heavy, end) + recent:
+            old = [token for token in retained if token < end - recent]
             age = {token: end - token if record.normalised else 1 for token in old}
-            kept.remove(min(old, key=lambda token: score[token].item() / age[token]))
-    return torch.stack(outs, dim=1), kept
+            retained.remove(min(old, key=lambda token: score[token].item() / age[token]))
+    return torch.stack(outs, dim=1), retained
 
 
 def snapkv(record: artifacts.SnapKV, head: Head, chunks: list[tuple[int, int]]) -> Result:
     """SnapKV, section 4: a prompt keeps its window, and the best by the window's pooled votes."""
     outs = []
-    kept: list[int] = []
+    retained: list[int] = []
     for begin, end in chunks:
         votes = torch.zeros(end)
         for token in range(begin, end):
-            kept.append(token)
-            out, weights = head.attend(token, kept)
+            retained.append(token)
+            out, weights = head.attend(token, retained)
             outs.append(out)
             if token >= end - record.window:
-                votes[kept] += weights.sum(0)
+                votes[retained] += weights.sum(0)
         if end - begin >= max(2, record.window):
-            kept = _elected(record, votes, kept, budget(record.budget, end))
-    return torch.stack(outs, dim=1), kept
+            retained = _elected(record, votes, retained, budget(record.budget, end))
+    return torch.stack(outs, dim=1), retained
 
 
-def _elected(record: artifacts.SnapKV, votes: Tensor, kept: list[int], most: int) -> list[int]:
-    earlier = kept[: -record.window]
+def _elected(record: artifacts.SnapKV, votes: Tensor, retained: list[int], limit: int) -> list[int]:
+    earlier = retained[: -record.window]
     half = record.pool // 2
     pooled = {}
     for i, token in enumerate(earlier):
         neighbours = earlier[max(0, i - half) : i + half + 1]
         pooled[token] = sum(votes[other].item() for other in neighbours)
     ranked = sorted(earlier, key=lambda token: -pooled[token])
-    return sorted(ranked[: max(0, most - record.window)]) + kept[-record.window :]
+    return sorted(ranked[: max(0, limit - record.window)]) + retained[-record.window :]
 
 
 DEFINITIONS: dict[str, Callable[..., Result]] = {
@@ -139,7 +139,7 @@ def defined(model: Any, record: Any, sizes: Sequence[int]) -> Iterator[list[Any]
 
     Yields a list that gets, layer by layer, the values kept in the end: [batch][KV head] (n, E).
     """
-    kept: list[Any] = []
+    retained: list[Any] = []
     rotary = model.model.rotary_emb
 
     def attention(
@@ -154,15 +154,15 @@ def defined(model: Any, record: Any, sizes: Sequence[int]) -> Iterator[list[Any]
 
         grouped = q.float().unflatten(1, (k.shape[1], -1))
         out = torch.empty(*grouped.shape[:4], v.shape[3])
-        kept.append([])
+        retained.append([])
         for b in range(q.shape[0]):
-            kept[-1].append([])
+            retained[-1].append([])
             for g in range(k.shape[1]):
                 head = Head(grouped[b, g], k[b, g].float(), v[b, g].float(), scaling, turned)
                 chunks = chunks_of(q.shape[2], sizes)
                 out[b, g], tokens = DEFINITIONS[record.kind](record, head, chunks)
-                kept[-1][-1].append(v[b, g, tokens])
+                retained[-1][-1].append(v[b, g, tokens])
         return out.flatten(1, 2).transpose(1, 2).to(q.dtype).contiguous(), None
 
     with attending(model, attention):
-        yield kept
+        yield retained

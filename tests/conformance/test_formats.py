@@ -40,7 +40,7 @@ KEY = "sparse_attention_config"
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
 
 
-# What an import of each format is told.
+# Options of an import of each format.
 OPTIONS = {
     "minference": {"config": MODEL},
     "duo_attention": {"config": MODEL},
@@ -48,17 +48,17 @@ OPTIONS = {
 }
 
 
-def chosen(artifact: Artifact) -> str:
-    """The pattern of each head, or the policy of each KV head."""
+def patterns_of(artifact: Artifact) -> str:
+    """Pattern of each head, or policy of each KV head."""
     section = artifact.prefill if artifact.kv_cache is None else artifact.kv_cache
     return " / ".join(" ".join(row) for row in section.layers)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A file of a tool, what is read from it, and what is lost on both ways (outcome).
+    """A file of a tool, its patterns, and the losses of import and export (outcome).
 
-    comes_back: an export of what was imported is the file as it was.
+    comes_back: the export of the import equals the file.
     """
 
     format: str
@@ -71,7 +71,7 @@ class Case:
     comes_back: bool = True
 
     @property
-    def told(self) -> dict[str, Any]:
+    def import_options(self) -> dict[str, Any]:
         return OPTIONS[self.format] if self.options is None else self.options
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ CASES = [
         "6 of 8 heads: 0 same, 2 computes more",
         "8 of 8 heads: ",
     ),
-    # What is left out is filled in as MInference does.
+    # Missing heads are filled in as MInference does.
     of_file(
         "minference",
         "short.json",
@@ -108,7 +108,7 @@ CASES = [
         "8 of 8 heads: ",
         comes_back=False,
     ),
-    # AngelSlim's pattern file, whose 1 in place of a score says nothing.
+    # AngelSlim's pattern file, whose 1 in place of a score has no meaning.
     of_file(
         "minference",
         "pattern.json",
@@ -158,12 +158,12 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 
 def imported(folder: Path, case: Case, **options: Any) -> dict[str, Any]:
-    """Import a case's file, with the others of its folder beside it, into cfg.yaml."""
+    """Import a case's file, next to the others of its folder, into cfg.yaml."""
     (folder / case.name).write_bytes(case.data)
     if case.format == "duo_attention":
         (folder / "config.json").write_bytes((FILES / "config.json").read_bytes())
-    given = {"source": case.format, **case.told, **options}
-    return convert(folder / case.name, folder / "cfg.yaml", **given)
+    arguments = {"source": case.format, **case.import_options, **options}
+    return convert(folder / case.name, folder / "cfg.yaml", **arguments)
 
 
 def case_of(path: str) -> Case:
@@ -171,24 +171,24 @@ def case_of(path: str) -> Case:
     return next(case for case in CASES if case.data == data)
 
 
-def test_every_format_is_here_and_files_are_known_by_their_names():
+def test_formats_every_entry_has_a_case_and_is_guessed_by_name():
     assert {case.format for case in CASES} == set(FORMATS)
     for case in CASES:
         assert guess(Path(case.name)) == case.format
 
 
 @every_case
-def test_import(case, tmp_path):
+def test_import_reads_patterns_and_reports_losses(case, tmp_path):
     report = imported(tmp_path, case)
     artifact = load(tmp_path / "cfg.yaml")
-    assert chosen(artifact) == case.expected
+    assert patterns_of(artifact) == case.expected
     assert outcome(report) == case.there
     assert artifact.search is None and artifact.model.weights_sha256 is None
     assert validate.run(validate.Config(file=tmp_path / "cfg.yaml")) == 0
 
 
 @every_case
-def test_round_trip(case, tmp_path):
+def test_export_of_an_import_returns_the_file(case, tmp_path):
     imported(tmp_path, case)
     back = tmp_path / "back" / case.name
     back.parent.mkdir()
@@ -205,12 +205,12 @@ def test_round_trip(case, tmp_path):
         "head_dim": model.head_dim,
         "max_positions": model.max_positions,
     }
-    convert(back, tmp_path / "again.yaml", source=case.format, **shape | case.told)
-    assert chosen(load(tmp_path / "again.yaml")) == case.expected
+    convert(back, tmp_path / "again.yaml", source=case.format, **shape | case.import_options)
+    assert patterns_of(load(tmp_path / "again.yaml")) == case.expected
 
 
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.patterns])
-def test_an_export_is_measured_by_what_the_tool_makes_of_it(name, tmp_path, monkeypatch):
+def test_export_reports_a_command_that_reads_it_back(name, tmp_path, monkeypatch):
     """The report's command reads the file back into the model that it was written from."""
     monkeypatch.chdir(tmp_path)
     artifacts.save(build(), tmp_path / "cfg.yaml")
@@ -225,7 +225,7 @@ def test_an_export_is_measured_by_what_the_tool_makes_of_it(name, tmp_path, monk
     ("file", "kind"),
     [("head_patterns.json", "recall"), ("error_counts.json", "other"), ("pattern.json", None)],
 )
-def test_scores_are_kept_and_what_is_no_recall_is_said(file, kind, tmp_path):
+def test_import_minference_keeps_scores_and_reports_their_kind(file, kind, tmp_path):
     report = imported(tmp_path, case_of(file))
     artifact, arrays = load_pair(tmp_path / "cfg.yaml")
     assert artifact.prefill.imported.scores == kind
@@ -236,7 +236,7 @@ def test_scores_are_kept_and_what_is_no_recall_is_said(file, kind, tmp_path):
         assert arrays["imported.score"].max() == 14994473
 
 
-def test_changed_heads_are_written_anew_with_their_recall(tmp_path):
+def test_export_minference_writes_changed_heads_with_their_recall(tmp_path):
     imported(tmp_path, case_of("head_patterns.json"))
     artifact, arrays = load_pair(tmp_path / "cfg.yaml")
     row = ("a_128_1024", *artifact.prefill.layers[0][1:])
@@ -253,7 +253,7 @@ def test_changed_heads_are_written_anew_with_their_recall(tmp_path):
 VS = "vertical_and_slash"
 
 
-def test_what_was_searched_is_written_as_the_nearest_there_is(tmp_path):
+def test_export_minference_writes_the_nearest_pattern(tmp_path):
     artifact, arrays = build_every_kind()
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     report = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target="minference")
@@ -265,7 +265,7 @@ def test_what_was_searched_is_written_as_the_nearest_there_is(tmp_path):
         ["block_sparse", 9, 1],
     ]
     assert listed[0]["0"][3] == pytest.approx(0.5)
-    # Dense, and a layer that slides over a window of its own: more diagonals than there are tokens.
+    # Dense, and a layer with a sliding window: more diagonals than tokens.
     assert [listed[1][str(head)][:3] for head in range(4)] == [[VS, 31, 8192]] * 4
     assert (report["heads"], report["exact"]) == (20, 2)
     assert "always 100 blocks, here 9" in notes(report)
@@ -273,7 +273,7 @@ def test_what_was_searched_is_written_as_the_nearest_there_is(tmp_path):
     assert "written is prefill.layers, of a front of 2 points" in notes(report)
 
 
-def test_policies_that_a_table_of_kv_heads_lacks_keep_everything(tmp_path):
+def test_export_duo_writes_other_policies_as_full(tmp_path):
     artifact, arrays = build_every_kind()
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     report = convert(tmp_path / "cfg.yaml", tmp_path / "t.tsv", target="duo_attention")
@@ -281,7 +281,7 @@ def test_policies_that_a_table_of_kv_heads_lacks_keep_everything(tmp_path):
 
 
 @pytest.mark.parametrize("searched", [False, True])
-def test_an_export_for_modelopt_has_one_threshold_or_asks_for_the_density(searched, tmp_path):
+def test_export_modelopt_has_one_threshold_or_a_target_density(searched, tmp_path):
     artifact = build()
     if searched:
         row = ("skip_3.5",) * 4
@@ -300,7 +300,7 @@ def test_an_export_for_modelopt_has_one_threshold_or_asks_for_the_density(search
         assert group["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_strict_writes_nothing_that_is_lossy(tmp_path):
+def test_convert_strict_writes_no_lossy_file(tmp_path):
     strict = {"out": tmp_path / "out.json", "target": "minference", "strict": True}
     artifacts.save(build(), tmp_path / "cfg.yaml")
     assert run(Config(file=tmp_path / "cfg.yaml", **strict)) == 3
@@ -310,7 +310,7 @@ def test_strict_writes_nothing_that_is_lossy(tmp_path):
     assert (tmp_path / "out.json").exists()
 
 
-def test_layers_that_slide_are_left_alone(tmp_path):
+def test_import_leaves_sliding_layers_alone(tmp_path):
     kinds = {"layer_types": ["sliding_attention", "full_attention"]}
     config = json.loads(MODEL.read_text()) | kinds
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
@@ -320,7 +320,7 @@ def test_layers_that_slide_are_left_alone(tmp_path):
     assert report["exact"] == 4 and "bs_100" not in artifact.patterns
 
 
-def test_flags_say_the_shape_and_what_is_served_densely(tmp_path):
+def test_import_options_override_the_shape(tmp_path):
     flags = {"config": None, "kv_heads": 1, "head_dim": 8, "max_positions": 99, "dense_tail": 64}
     imported(tmp_path, case_of("head_patterns.json"), **flags)
     artifact = load(tmp_path / "cfg.yaml")
@@ -328,7 +328,7 @@ def test_flags_say_the_shape_and_what_is_served_densely(tmp_path):
     assert (artifact.prefill.dense_below, artifact.prefill.dense_tail) == (1024, 64)
 
 
-def test_some_kv_heads_stream_by_a_threshold_with_the_sizes_of_flags(tmp_path):
+def test_import_duo_streams_heads_below_a_threshold(tmp_path):
     """Which heads a share makes stream is in tests/artifacts/test_kv_heads.py."""
     case = case_of("full_attention_heads.tsv")
     imported(tmp_path, case, sinks=0, window=7, threshold=0.2)
@@ -337,15 +337,15 @@ def test_some_kv_heads_stream_by_a_threshold_with_the_sizes_of_flags(tmp_path):
     assert cache.policies["stream_0_7"] == Streaming(sinks=0, window=7, positions="original")
 
 
-def test_a_models_config_beside_is_not_written_over(tmp_path):
-    """DuoAttention's sizes stand in a config.json beside its table."""
+def test_export_duo_does_not_overwrite_a_model_config(tmp_path):
+    """DuoAttention's sizes are in a config.json next to its table."""
     imported(tmp_path, case_of("full_attention_heads.tsv"))
     out = tmp_path / "out" / "full_attention_heads.tsv"
     out.parent.mkdir()
     convert(tmp_path / "cfg.yaml", out, target="duo_attention")
-    beside = json.loads((out.parent / "config.json").read_text())
-    assert (beside["sink_size"], beside["recent_size"]) == (64, 192)
-    assert 0.24902343 < beside["threshold"] <= 0.6054687
+    sizes = json.loads((out.parent / "config.json").read_text())
+    assert (sizes["sink_size"], sizes["recent_size"]) == (64, 192)
+    assert 0.24902343 < sizes["threshold"] <= 0.6054687
     (out.parent / "config.json").write_text(MODEL.read_text())
     with pytest.raises(ArtifactError, match=r"config.json: is there and not DuoAttention's"):
         convert(tmp_path / "cfg.yaml", out, target="duo_attention")
@@ -378,14 +378,14 @@ HALF = "0.5 of its tiles"
         ({"formula": FORMULA, "prefill": FIT}, {"prefill": 0.0}, 5.5, None),
     ],
 )
-def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(
+def test_import_modelopt_reads_every_form_of_a_scale_factor(
     threshold, target, prefill, decode, tmp_path
 ):
     """By a exp(b target): 5.5 exp(7 / 2) = 182.135. A target that is missing is 0.5."""
-    given = {"threshold_scale_factor": threshold}
+    section = {"threshold_scale_factor": threshold}
     if target is not None:
-        given["target_sparsity"] = target
-    (tmp_path / "x.json").write_text(json.dumps(given))
+        section["target_sparsity"] = target
+    (tmp_path / "x.json").write_text(json.dumps(section))
     options = OPTIONS["modelopt"]
     report = convert(tmp_path / "x.json", tmp_path / "cfg.yaml", source="modelopt", **options)
     (pattern,) = load(tmp_path / "cfg.yaml").patterns.values()
@@ -395,21 +395,21 @@ def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(
 
 
 @pytest.mark.parametrize(
-    "given",
+    "section",
     [
         {"algorithm": "skip_softmax", "target_sparsity": 0.5},
         {"config_groups": {"a": {"sparse_algo": "softmax_skip"}}},
     ],
 )
-def test_modelopt_without_thresholds_or_as_it_once_was(given, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({KEY: given}))
+def test_import_modelopt_without_thresholds_or_of_older_releases(section, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({KEY: section}))
     options = OPTIONS["modelopt"]
     convert(tmp_path / "config.json", tmp_path / "cfg.yaml", source="modelopt", **options)
     assert mean_density(load(tmp_path / "cfg.yaml"), 8192) == pytest.approx(0.5, abs=0.02)
 
 
-def test_sections_of_two_tools_in_one_artifact_and_both_files_come_back(tmp_path):
-    """Into an artifact whose search, evidence and decode are of its own model."""
+def test_convert_into_keeps_sections_of_two_tools(tmp_path):
+    """Into an artifact with search, evidence and decode of its model."""
     artifact, arrays = build_every_kind()
     own = artifacts.KVCache(policies={"f": artifacts.Full()}, layers=("f",) * 5)
     both = tmp_path / "both.yaml"
@@ -437,7 +437,7 @@ def test_sections_of_two_tools_in_one_artifact_and_both_files_come_back(tmp_path
     assert "the prefill section has no place in this format" in notes(report)
     there, back = (np.loadtxt(tmp_path / name) for name in ("kv.tsv", "out/back.tsv"))
     assert there.tolist() == back.tolist()
-    # A section that was changed since is written anew.
+    # A section that was changed since is rewritten.
     row = ("dense",) * 4
     layers = (row, row, *with_table.prefill.layers[2:])
     prefill = with_table.prefill.model_copy(update={"layers": layers})
@@ -447,7 +447,7 @@ def test_sections_of_two_tools_in_one_artifact_and_both_files_come_back(tmp_path
     assert group["ignore"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
 
-def test_section_that_does_not_fit_the_artifact_is_refused(tmp_path):
+def test_convert_into_an_artifact_of_another_shape_is_refused(tmp_path):
     both = tmp_path / "both.yaml"
     artifacts.save(build(), both)
     before = both.read_bytes()
@@ -491,10 +491,10 @@ TEXTS = [
     TEXTS,
     ids=[f"{format}-{says[-40:]}" for format, _, _, says in TEXTS],
 )
-def test_files_that_are_refused(format, name, data, says, tmp_path, capsys):
+def test_import_of_a_wrong_file_names_the_fault(format, name, data, says, tmp_path, capsys):
     file = tmp_path / name
     file.write_bytes(data)
-    # Named where the file's name does not say it.
+    # Named if the file's name does not imply it.
     source = None if guess(file) == format else format
     with pytest.raises(ArtifactError) as caught:
         convert(file, tmp_path / "cfg.yaml", source=source, **OPTIONS[format])
@@ -516,7 +516,7 @@ def test_files_that_are_refused(format, name, data, says, tmp_path, capsys):
         ({"source": "duo_attention", "config": MODEL, "sparsity": 1.5}, "from 0 to 1, got 1.5"),
     ],
 )
-def test_options_that_are_refused(options, says, tmp_path):
+def test_convert_with_wrong_options_names_them(options, says, tmp_path):
     with pytest.raises(HeadwiseError) as caught:
         convert(FILES / "head_patterns.json", tmp_path / "cfg.yaml", **options)
     assert says in str(caught.value) and not list(tmp_path.iterdir())
@@ -529,14 +529,14 @@ def test_options_that_are_refused(options, says, tmp_path):
         ("duo_attention", "has no kv_cache section"),
     ],
 )
-def test_exports_that_are_refused(target, says, tmp_path):
+def test_export_without_its_section_is_refused(target, says, tmp_path):
     artifacts.save(build(), tmp_path / "cfg.yaml")
     with pytest.raises(ArtifactError, match=says):
         convert(tmp_path / "cfg.yaml", tmp_path / "out", target=target)
 
 
-def test_a_models_configuration_that_cannot_be(tmp_path):
-    """The model's config.json comes from somewhere, too."""
+def test_import_with_a_wrong_model_config_is_refused(tmp_path):
+    """The config.json of the model is checked too."""
     for name, value in (("num_hidden_layers", 10**9), ("head_dim", -1)):
         config = json.loads(MODEL.read_text()) | {name: value}
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -544,7 +544,7 @@ def test_a_models_configuration_that_cannot_be(tmp_path):
             convert(FILES / "head_patterns.json", tmp_path / "cfg.yaml", config=tmp_path)
 
 
-def test_a_fingerprint_of_another_model_is_refused(tmp_path):
+def test_import_with_another_model_fingerprint_is_refused(tmp_path):
     case = case_of("pattern.json")
     config = {**json.loads(case.data)["model_fingerprint"], "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -81,15 +81,17 @@ def problem(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor,
     return [q, k, v, out.detach().to(dtype), lse.detach().float(), grad_out], right
 
 
-def check(found: tuple[Tensor, ...], right: tuple[Tensor, ...], most: tuple[float, float]) -> None:
-    for name, one, other in zip(("dq", "dk", "dv"), found, right, strict=True):
+def check(
+    result: tuple[Tensor, ...], right: tuple[Tensor, ...], limits: tuple[float, float]
+) -> None:
+    for name, one, other in zip(("dq", "dk", "dv"), result, right, strict=True):
         error = (one.double() - other).nan_to_num(nan=float("inf"))
         worst = float(error.abs().max() / other.abs().max().clamp_min(1.0))
         # Of queries that see one key the gradients are 0, and the largest error says it all.
         zero = other.abs().max() < 1e-9
         relative = 0.0 if zero else float(error.norm() / other.norm())
-        assert worst <= most[0] and relative <= most[1], (
-            f"{name}: largest {worst:.3g}, relative {relative:.3g} of {most}"
+        assert worst <= limits[0] and relative <= limits[1], (
+            f"{name}: largest {worst:.3g}, relative {relative:.3g} of {limits}"
         )
 
 
@@ -105,11 +107,11 @@ def gradients(
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_reference_on_any_case_equals_autograd(dtype, name):
-    found = gradients(CASES[name], dtype, "reference")
+    result = gradients(CASES[name], dtype, "reference")
     tensors, right = problem(CASES[name], dtype)
-    for one, of in zip(found, tensors, strict=False):
+    for one, of in zip(result, tensors, strict=False):
         assert one.dtype == of.dtype and one.shape == of.shape
-    check(found, right, TOLERANCES[dtype])
+    check(result, right, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("name", ["520 of 1300", "batch 2"])
@@ -117,8 +119,8 @@ def test_reference_in_blocks_of_any_size_equals_autograd(name, monkeypatch):
     _, right = problem(CASES[name], torch.float32)
     for scores in (1, 1 << 19):
         monkeypatch.setattr(reference, "_LOGITS", scores)
-        found = gradients(CASES[name], torch.float32, "reference")
-        check(found, right, TOLERANCES[torch.float32])
+        result = gradients(CASES[name], torch.float32, "reference")
+        check(result, right, TOLERANCES[torch.float32])
 
 
 def is_plain(case: Case) -> bool:
@@ -134,10 +136,10 @@ def test_flash_on_plain_attention_equals_autograd_and_declines_the_rest(dtype, n
     tensors, right = problem(case, dtype)
     assert (flash.supports(GradientCall(*tensors, **how(case))) is None) == is_plain(case)
     if is_plain(case):
-        found = gradients(case, dtype, "flash")
-        for one, of in zip(found, tensors, strict=False):
+        result = gradients(case, dtype, "flash")
+        for one, of in zip(result, tensors, strict=False):
             assert one.dtype == of.dtype and one.shape == of.shape
-        check(found, right, TOLERANCES[dtype])
+        check(result, right, TOLERANCES[dtype])
         return
     with pytest.raises(ValueError, match="backend 'flash' cannot serve this call"):
         gradients(case, dtype, "flash")
@@ -145,7 +147,7 @@ def test_flash_on_plain_attention_equals_autograd_and_declines_the_rest(dtype, n
 
 @pytest.mark.parametrize("backend", ["flash", "reference"])
 def test_gradients_with_learned_sinks_equal_autograd(backend):
-    """A key of a logit of its own and without a value, as gpt-oss learns it."""
+    """A key with a learned logit and no value, as in gpt-oss."""
     case = CASES["batch 2"]
     tensors, _ = problem(case, torch.float32)
     q, k, v = (x.double().requires_grad_() for x in tensors[:3])
@@ -156,9 +158,9 @@ def test_gradients_with_learned_sinks_equal_autograd(backend):
     out = with_sinks.softmax(-1)[..., :-1] @ v.repeat_interleave(group, 1)
     right = torch.autograd.grad(out, (q, k, v), tensors[5].double())
     lse = with_sinks.logsumexp(-1)
-    given = [*tensors[:3], out.detach().float(), lse.detach().float(), tensors[5]]
-    found = attention_gradients(*given, **how(case), backend=backend)
-    check(found, right, TOLERANCES[torch.float32])
+    arguments = [*tensors[:3], out.detach().float(), lse.detach().float(), tensors[5]]
+    result = attention_gradients(*arguments, **how(case), backend=backend)
+    check(result, right, TOLERANCES[torch.float32])
 
 
 UNLIKE = [
@@ -172,11 +174,11 @@ UNLIKE = [
 
 @pytest.mark.parametrize(("changes", "reason"), UNLIKE)
 def test_flash_on_other_calls_names_the_reason(changes, reason):
-    made = {"device": changes.get("device", "cpu"), "dtype": changes.get("dtype", torch.float32)}
-    q = torch.zeros(changes.get("q", (1, 4, 10, 16)), **made)
-    k = torch.zeros(1, 2, 10, 16, **made)
-    v = torch.zeros(changes.get("v", (1, 2, 10, 16)), **made)
-    out = torch.zeros(*q.shape[:3], v.shape[3], **made)
+    options = {"device": changes.get("device", "cpu"), "dtype": changes.get("dtype", torch.float32)}
+    q = torch.zeros(changes.get("q", (1, 4, 10, 16)), **options)
+    k = torch.zeros(1, 2, 10, 16, **options)
+    v = torch.zeros(changes.get("v", (1, 2, 10, 16)), **options)
+    out = torch.zeros(*q.shape[:3], v.shape[3], **options)
     rest = {name: value for name, value in changes.items() if name in ("softcap", "window")}
     call = GradientCall(q, k, v, out, q[..., 0], out, **rest)
     assert flash.supports(call).startswith(reason)
@@ -185,8 +187,8 @@ def test_flash_on_other_calls_names_the_reason(changes, reason):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_flash_for_any_number_of_threads_gives_the_same_bits(dtype):
     case = square(300, batch=2, heads=6, kv_heads=2, scale=0.2)
-    first, *others = (gradients(case, dtype, "flash", number=number) for number in (1, 2, 3))
-    for other in others:
+    first, *rest = (gradients(case, dtype, "flash", number=number) for number in (1, 2, 3))
+    for other in rest:
         assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
 
 

@@ -28,7 +28,7 @@ from tests.processes import interpret
 __all__ = ["builder", "one_thread", "poisoned_memory"]
 
 HOST = torch.device("cpu")
-# What is served, by the number format of the queries.
+# Served cases, by the dtype of the queries.
 ENGINES = {
     torch.float32: ["float"],
     torch.float16: ["float"],
@@ -41,16 +41,16 @@ def runs(
     cases: dict[str, Any], engines: dict[torch.dtype, list[str]]
 ) -> list[tuple[torch.dtype, str, str]]:
     """Number format, server and case: every case in float32 and bfloat16, some in float16."""
-    found = []
+    result = []
     for dtype, names in engines.items():
         for name in cases:
             some = name in interpreted.HALF
             for engine in names:
                 if dtype is torch.float32 or engine != "float" or some:
-                    found.append((dtype, f"cpu {engine}", name))
+                    result.append((dtype, f"cpu {engine}", name))
             if some:
-                found.append((dtype, "reference", name))
-    return found
+                result.append((dtype, "reference", name))
+    return result
 
 
 def skip_without(server: str, engines: list[str]) -> str:
@@ -63,13 +63,13 @@ def skip_without(server: str, engines: list[str]) -> str:
 
 # The longest of all goes first: one process interprets what `make test` has of Triton's kernels.
 @pytest.mark.slow
-def test_triton_interpreted():
-    found = interpret(interpreted.__name__, "kept")
-    assert found["extremes"] == []
+def test_triton_interpreted_equals_the_reference():
+    result = interpret(interpreted.__name__, "kept")
+    assert result["extremes"] == []
     for op in interpreted.KEPT:
-        assert faults(found[op]) == {}, op
+        assert faults(result[op]) == {}, op
     # The check of memory, under which every case runs, finds each misuse.
-    said = found["memory"]
+    said = result["memory"]
     assert said["right"] == ""
     assert "reads_beyond: program 2 reads outside of the call's tensors" in said["reads_beyond"]
     assert "writes_before: program 0 writes outside of the call's tensors" in said["writes_before"]
@@ -80,13 +80,13 @@ def test_triton_interpreted():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op", interpreted.KEPT)
-def test_triton_interpreted_in_every_case(op):
-    others = [name for name in interpreted.ALL[op] if name not in interpreted.KEPT[op]]
-    assert faults(interpret(interpreted.__name__, op, *others)[op]) == {}
+def test_triton_interpreted_equals_the_reference_in_every_case(op):
+    rest = [name for name in interpreted.ALL[op] if name not in interpreted.KEPT[op]]
+    assert faults(interpret(interpreted.__name__, op, *rest)[op]) == {}
 
 
 def faults(errors: dict[str, float]) -> dict[str, float]:
-    """Cases with an error beyond what is allowed."""
+    """Cases with an error above the tolerance."""
     return {name: error for name, error in errors.items() if not error <= 1}
 
 
@@ -117,59 +117,59 @@ problem = functools.cache(attention_cases.problem)
     runs(attention_cases.CASES, ENGINES),
     ids=lambda part: str(part).removeprefix("torch."),
 )
-def test_attention(dtype, server, name):
+def test_attention_backend_equals_the_reference(dtype, server, name):
     op = attention_op(server, dtype)
     case = replace(attention_cases.CASES[name], dtype=dtype)
-    given = problem(case, HOST)
+    inputs = problem(case, HOST)
     with threads(2):
-        out, lse = served(case, given, op)
-    check(out, given.out, "out", dtype)
-    check(lse, given.lse, "lse", dtype)
+        out, lse = served(case, inputs, op)
+    check(out, inputs.out, "out", dtype)
+    check(lse, inputs.lse, "lse", dtype)
 
 
 @pytest.mark.parametrize(
     "name",
     [n for n, case in attention_cases.SMALL.items() if case.skip is not None or case.page is None],
 )
-def test_the_reference_of_attention_is_softmax_over_the_mask(name):
+def test_reference_attention_equals_masked_softmax(name):
     case = replace(attention_cases.CASES[name], page=None)
-    given = problem(case, HOST)
+    inputs = problem(case, HOST)
     group = case.heads // case.kv_heads
-    out = torch.zeros(given.out.shape, dtype=torch.float64)
-    lse = torch.full(given.lse.shape, float("-inf"), dtype=torch.float64)
+    out = torch.zeros(inputs.out.shape, dtype=torch.float64)
+    lse = torch.full(inputs.lse.shape, float("-inf"), dtype=torch.float64)
     places = [(b, 0, case.q_len, 0, case.k_len) for b in range(case.batch)]
     if case.ragged is not None:
         places = list(case.ragged.sequences)
     for s, (b, q_start, q_len, k_start, k_len) in enumerate(places):
-        asked = slice(q_start, q_start + q_len)
+        queries = slice(q_start, q_start + q_len)
         rows = slice(k_start, k_start + k_len)
         keys, values = (
-            x[b, :, rows].double().repeat_interleave(group, dim=0) for x in (given.k, given.v)
+            x[b, :, rows].double().repeat_interleave(group, dim=0) for x in (inputs.k, inputs.v)
         )
-        logits = given.q[b, :, asked].double() @ keys.transpose(1, 2) * given.rest["scale"]
+        logits = inputs.q[b, :, queries].double() @ keys.transpose(1, 2) * inputs.rest["scale"]
         if case.softcap is not None:
             logits = case.softcap * (logits / case.softcap).tanh()
-        index = given.index.sequence(s)
+        index = inputs.index.sequence(s)
         distance = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)
         mask = index.to_mask()[0]
         assert not mask[:, (distance < 0) | (distance >= (case.window or k_len))].any()
         if case.skip is not None:
             mask, skipped = without_skipped(index, mask, logits)
-            assert skipped == given.skipped[s].tolist()
+            assert skipped == inputs.skipped[s].tolist()
         logits = logits.masked_fill(~mask, float("-inf"))
         if case.sinks:
-            sinks = given.rest["sinks"].double()[:, None, None].expand(-1, q_len, 1)
+            sinks = inputs.rest["sinks"].double()[:, None, None].expand(-1, q_len, 1)
             logits = torch.cat([sinks, logits], dim=-1)
-        out[b, :, asked] = logits.softmax(-1)[..., -k_len:] @ values
-        lse[b, :, asked] = logits.logsumexp(-1)
-    check(given.out, out, "out", torch.float32)
-    check(given.lse, lse, "lse", torch.float32)
+        out[b, :, queries] = logits.softmax(-1)[..., -k_len:] @ values
+        lse[b, :, queries] = logits.logsumexp(-1)
+    check(inputs.out, out, "out", torch.float32)
+    check(inputs.lse, lse, "lse", torch.float32)
 
 
 def without_skipped(index: SparseIndex, mask: Tensor, logits: Tensor) -> tuple[Tensor, list[int]]:
     """The mask (H, Q, K) without the tiles that are skipped, and how many each head skips.
 
-    By the words of kernels.index, without a look at what the kernels do. logits: (H, Q, K)."""
+    By the definition in kernels.index, independent of the kernels. logits: (H, Q, K)."""
     assert index.skip is not None
     left = mask.clone()
     counts = [0] * index.num_heads
@@ -213,7 +213,7 @@ PROMPTS = decode_cases.PROMPTS | decode_cases.LONG_PROMPTS
     [*runs(STEPS, DECODE_ENGINES), *runs(PROMPTS, ENGINES)],
     ids=lambda part: str(part).removeprefix("torch."),
 )
-def test_decode(dtype, server, name):
+def test_decode_backend_equals_the_reference(dtype, server, name):
     case = replace(decode_cases.CASES[name], dtype=dtype)
     op = decode_op(server, case)
     for kind in case.kinds:
@@ -223,14 +223,14 @@ def test_decode(dtype, server, name):
 
 
 @pytest.mark.parametrize("name", decode_cases.SMALL | decode_cases.PROMPTS)
-def test_the_reference_of_decode_is_softmax_over_what_is_visible(name):
+def test_reference_decode_equals_softmax_over_visible_keys(name):
     """The definition once more, in float64, over a mask, with neither lists nor pages."""
     case = decode_cases.CASES[name]
     (q, k, v), rest, seen = decode_cases.problem(replace(case, page=None), HOST)
     (qp, kp, vp), paged, _ = decode_cases.problem(case, HOST)
     groups = case.heads // case.kv_heads
-    kept = seen.any(2).repeat_interleave(groups, 1)[..., None]
-    keys, values = (x.double().repeat_interleave(groups, 1).where(kept, 0) for x in (k, v))
+    visible = seen.any(2).repeat_interleave(groups, 1)[..., None]
+    keys, values = (x.double().repeat_interleave(groups, 1).where(visible, 0) for x in (k, v))
     logits = q.double() @ keys.transpose(2, 3) * (case.scale or case.head_dim**-0.5)
     if case.softcap is not None:
         logits = case.softcap * (logits / case.softcap).tanh()
@@ -244,16 +244,16 @@ def test_the_reference_of_decode_is_softmax_over_what_is_visible(name):
     for scores, wanted in (("sum", mass.sum(2)), ("max", mass.amax(2))):
         if scores not in case.kinds:
             continue
-        found = decode_cases.serve(Decode)(qp, kp, vp, **paged, scores=scores)
-        expected = Decoded(shares @ values, lse, _listed(wanted, found, rest))
-        assert max(decode_cases.errors(found, expected, groups * case.q_len)) <= 1e-5
+        result = decode_cases.serve(Decode)(qp, kp, vp, **paged, scores=scores)
+        expected = Decoded(shares @ values, lse, _listed(wanted, result, rest))
+        assert max(decode_cases.errors(result, expected, groups * case.q_len)) <= 1e-5
 
 
-def _listed(scores: Tensor, found: Decoded, rest: dict[str, Any]) -> Tensor:
+def _listed(scores: Tensor, result: Decoded, rest: dict[str, Any]) -> Tensor:
     """Scores of all keys (B, G, K) at the chosen ones, or with zeros up to the last page's end."""
-    assert found.scores is not None
+    assert result.scores is not None
     if (tokens := rest["tokens"]) is None:
-        return torch.nn.functional.pad(scores, (0, found.scores.shape[-1] - scores.shape[-1]))
+        return torch.nn.functional.pad(scores, (0, result.scores.shape[-1] - scores.shape[-1]))
     lists = (tokens if tokens.dim() == 3 else tokens[:, None]).expand(-1, scores.shape[1], -1)
     return torch.nn.functional.pad(scores, (0, 1)).gather(
         2, lists.clamp(max=scores.shape[-1]).long()
@@ -265,21 +265,21 @@ SERVERS = [(dtype, f"cpu {engine}") for dtype, engines in ENGINES.items() for en
 
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
 @pytest.mark.parametrize("name", ["length 1000", "tail, 65 of 4100"])
-def test_attention_repeats_to_the_bit_for_any_number_of_threads(dtype, server, name):
+def test_attention_for_any_number_of_threads_gives_the_same_bits(dtype, server, name):
     op = attention_op(server, dtype)
     case = replace(attention_cases.CASES[name], dtype=dtype)
-    given = problem(case, HOST)
+    inputs = problem(case, HOST)
     results = []
     for number in (1, 2, 2, 3):
         with threads(number):
-            results.append(served(case, given, op))
+            results.append(served(case, inputs, op))
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
 
 @pytest.mark.parametrize("dtype", DECODE_ENGINES, ids=str)
 @pytest.mark.parametrize("name", ["2048 of 4097 keys", "ends far apart", "600 of 1201"])
-def test_decode_repeats_to_the_bit_for_any_threads_with_scores_and_without(dtype, name):
+def test_decode_for_any_number_of_threads_gives_the_same_bits(dtype, name):
     case = replace(decode_cases.CASES[name], dtype=dtype)
     qkv, rest, _ = decode_cases.problem(case, HOST)
     results = []
@@ -306,13 +306,13 @@ STORED = [
 )
 @pytest.mark.parametrize(("dtype", "stored"), STORED)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_attention_with_nan_spreads_inside_its_head_alone(op, dtype, stored, window, backend):
+def test_attention_with_nan_affects_its_head_alone(op, dtype, stored, window, backend):
     q_len = 150
     keys = (200, 250, 329)
     if op == "decode":
         q_len = 6
         keys = (325, 327, 329)
-    given = extremes.call(
+    inputs = extremes.call(
         op, backend, q_len=q_len, k_len=330, dtype=dtype, stored=stored, window=window
     )
     places = [
@@ -320,20 +320,20 @@ def test_attention_with_nan_spreads_inside_its_head_alone(op, dtype, stored, win
         *(("key", key, extremes.NAN) for key in keys),
         ("query", q_len // 2, extremes.NAN),
     ]
-    assert list(extremes.reached(given, *places)) == []
+    assert list(extremes.reached(inputs, *places)) == []
 
 
 @pytest.mark.parametrize("factor", [1e5, 3e9, 1e18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", extremes.OPS)
-def test_logits_of_any_size_give_what_the_reference_gives(op, dtype, factor):
+def test_logits_of_any_size_equal_the_reference(op, dtype, factor):
     assert extremes.wrong_where_huge(op, "cpu", 200, factor, dtype) == ""
 
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("name", builder_cases.PAGED)
 @pytest.mark.parametrize("cut", [False, True])
-def test_pages_give_what_a_tensor_gives(name, cut, monkeypatch):
+def test_paged_keys_equal_contiguous_keys(name, cut, monkeypatch):
     """Read whole, and cut up: keys 128 at a time, little memory for scratch."""
     if cut:
         monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 128)

@@ -1,7 +1,7 @@
 """Memory of interpreted Triton kernels: no access outside of tensors, no races.
 
 On a GPU neither shows as a wrong result each time; here every address of every program is known.
-Kernels that misuse memory, and one that does not, show what the check finds.
+Kernels that misuse memory, and one that does not, test the check.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-# Of an element that no program, or more than one, has looked at.
+# Of an element that no program, or more than one, has read.
 NOBODY = -1
 MANY = -2
 
@@ -42,7 +42,7 @@ class _Launch:
         self.writer = np.full(sizes.sum(), NOBODY)
 
     def load(self, ptrs: Any, mask: Any) -> None:
-        """Note what the running program reads, which no other may write."""
+        """Record reads of the running program, which no other may write to."""
         at = self._places(ptrs, mask, "reads")
         writer = self._another(self.writer[at])
         if writer is not None:
@@ -52,7 +52,7 @@ class _Launch:
         self.reader[at] = np.where(first, self.program, MANY)
 
     def store(self, ptrs: Any, mask: Any) -> None:
-        """Note what the running program writes, which no other may read or write."""
+        """Record writes of the running program, which no other may read or write."""
         at = self._places(ptrs, mask, "writes")
         writer = self._another(self.writer[at])
         if writer is not None:
@@ -75,10 +75,10 @@ class _Launch:
 
     def _another(self, programs: np.ndarray[Any, Any]) -> int | None:
         """One of the programs that is not the running one; None if there is none."""
-        others = programs[(programs != NOBODY) & (programs != self.program)]
-        if not len(others):
+        rest = programs[(programs != NOBODY) & (programs != self.program)]
+        if not len(rest):
             return None
-        return int(others[0])
+        return int(rest[0])
 
     def _fail(self, fault: str) -> None:
         raise MemoryFault(f"{self.kernel}: {fault}")
@@ -123,10 +123,10 @@ def memory_checked() -> Iterator[None]:
         place(self, *at)
 
     def init_args(self: Any, args: Any, kwargs: Any) -> Any:
-        found = to_host(self, args, kwargs)
-        tensors = [x for x in (*found[0], *found[1].values()) if isinstance(x, torch.Tensor)]
+        result = to_host(self, args, kwargs)
+        tensors = [x for x in (*result[0], *result[1].values()) if isinstance(x, torch.Tensor)]
         current[:] = [_Launch(self.fn.__name__, tensors)]
-        return found
+        return result
 
     with (
         mock.patch.object(builder, "create_masked_load", masked_load),
@@ -172,7 +172,7 @@ KERNELS = (right, reads_beyond, writes_before, writes_twice, reads_another_s)
 
 def memory_fault(kernel: Any) -> str:
     """Report of the check on one launch; empty where all is well."""
-    # Elements of a larger tensor: memory beside them belongs to somebody else.
+    # Elements of a larger tensor: memory next to them belongs to other tensors.
     x, y = torch.zeros(20)[4:14], torch.zeros(20)[4:14]
     try:
         with memory_checked():

@@ -115,21 +115,21 @@ def sketched(monkeypatch):
 
 @pytest.fixture
 def invented(monkeypatch):
-    """Trials of which no model knows; the name of the method of each one that is asked for."""
-    asked = []
+    """Replace trials by invented ones; return the names of their methods, in order."""
+    names = []
 
     def trials(_, __, prompts, method):
         for number, prompt in enumerate(prompts):
-            asked.append(method.name)
+            names.append(method.name)
             value = (sum(prompt.input_ids) + len(method.name)) % 5 / 4
             answer = {"text": "", "score": value, "token_accuracy": value, "nll": 1 + value}
             loss = {"blocks": [1 + value], "forced": 1 + value}
-            asks = prompt.answer is not None or prompt.scored
+            has_answer = prompt.answer is not None or prompt.scored
             # A distribution over one token: nothing diverges from it.
-            yield Trial(number, answer if asks else loss, torch.zeros(1, 1))
+            yield Trial(number, answer if has_answer else loss, torch.zeros(1, 1))
 
     monkeypatch.setattr("profiling.evaluation.measure.trials", trials)
-    return asked
+    return names
 
 
 def _some_prose() -> str:
@@ -151,10 +151,10 @@ def command(searched, tmp_path, monkeypatch):
     for file in searched.glob("cfg*"):
         shutil.copy(file, tmp_path / file.name)
 
-    def call(more, *, out="report", beside=""):
-        base = f"{tmp_path}/cfg.yaml {beside} --model {searched}/tiny --out {tmp_path}/{out}"
-        asked = f"{base} --length {LENGTH} --dtype float32 --no-memory {more}"
-        assert main(["evaluate", *asked.split()]) == 0
+    def call(more, *, out="report", extra=""):
+        base = f"{tmp_path}/cfg.yaml {extra} --model {searched}/tiny --out {tmp_path}/{out}"
+        words = f"{base} --length {LENGTH} --dtype float32 --no-memory {more}"
+        assert main(["evaluate", *words.split()]) == 0
         return json.loads((tmp_path / out / "evaluation.json").read_text())
 
     return call

@@ -32,7 +32,7 @@ from tests.profiling.conftest import tiny
 SIZE = Size(length=70, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
 
 
-def test_a_wrong_result_gets_no_speed(monkeypatch, capsys):
+def test_bench_of_a_wrong_result_prints_no_speed(monkeypatch, capsys):
     def slightly_off(*tensors, **options):
         return sparse_attention(*tensors, **options) * 1.1
 
@@ -43,7 +43,7 @@ def test_a_wrong_result_gets_no_speed(monkeypatch, capsys):
     assert "a_shape" not in capsys.readouterr().out
 
 
-def test_table_and_record(tmp_path, capsys):
+def test_bench_table_equals_its_record(tmp_path, capsys):
     out = tmp_path / "bench.json"
     words = "--length 200 --head-dims 64 --repeats 1 --dtype float32 --json"
     main(["bench", *words.split(), str(out)])
@@ -62,7 +62,7 @@ def test_table_and_record(tmp_path, capsys):
         assert shown == [word for word in text.split() if word.endswith("x")][:2]
 
 
-def test_sizes_of_the_paper(tmp_path):
+def test_bench_paper_sizes_are_minferences(tmp_path):
     out = tmp_path / "bench.json"
     words = f"--length 100 --head-dims 64 --repeats 1 --paper-sizes --json {out}"
     main(["bench", *words.split()])
@@ -70,7 +70,7 @@ def test_sizes_of_the_paper(tmp_path):
     assert [line["sizes"].get("slash") for line in lines] == [None, 6096, None]
 
 
-def test_inputs_have_near_keys_and_heavy_columns():
+def test_bench_inputs_have_near_keys_and_heavy_columns():
     q, k, _ = attention_speed.inputs(replace(SIZE, length=4096))
     plan = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1)
     scattered = plan.build(torch.randn_like(q), torch.randn_like(k))
@@ -84,20 +84,20 @@ def test_inputs_have_near_keys_and_heavy_columns():
         ([1.0, 1.0, 1.0], [4.0, 5.0, 4.0], 1.0, MODEL),
     ],
 )
-def test_the_fastest_dense_baseline_is_the_one_that_less_is_gained_over(model, kernel, value, by):
+def test_of_rounds_speedup_is_over_the_fastest_baseline(model, kernel, value, by):
     seconds = {MODEL: model, KERNEL: kernel, "headwise": [1.0, 1.0, 1.0]}
-    found = of_rounds(seconds, "headwise")
-    assert (found.value, found.fastest) == (value, by)
+    result = of_rounds(seconds, "headwise")
+    assert (result.value, result.fastest) == (value, by)
     assert of_rounds(seconds, by).value == 1.0
 
 
-def test_ratios_are_of_the_same_rounds():
+def test_of_rounds_ratios_are_within_rounds():
     # A machine that slows down slows both of a round.
     own = [float(n) for n in range(1, 31)]
     seconds = {MODEL: [2 * n for n in own], KERNEL: [4 * n for n in own], "headwise": own}
-    found = of_rounds(seconds, "headwise")
-    assert found.over == {MODEL: 2.0, KERNEL: 4.0}
-    assert found.bounds == {MODEL: (2.0, 2.0), KERNEL: (4.0, 4.0)}
+    result = of_rounds(seconds, "headwise")
+    assert result.over == {MODEL: 2.0, KERNEL: 4.0}
+    assert result.bounds == {MODEL: (2.0, 2.0), KERNEL: (4.0, 4.0)}
 
 
 @pytest.mark.parametrize(
@@ -108,18 +108,18 @@ def test_ratios_are_of_the_same_rounds():
         ([1.0] * 6, [0.8, 0.9, *[1.25] * 4], "(0.80 to 1.25, no difference beyond noise)"),
     ],
 )
-def test_a_speedup_is_told_with_its_interval(dense, own, said):
+def test_sentence_has_the_interval_of_a_speedup(dense, own, said):
     assert said in sentence(of_rounds({KERNEL: dense, "headwise": own}, "headwise"))
 
 
-def test_both_dense_baselines_are_told():
+def test_sentence_and_cells_have_both_baselines():
     speedup = Speedup(over={MODEL: 8.0, KERNEL: 2.0})
     assert "2.00 times as fast as the fastest dense baseline, 8.00 times" in sentence(speedup)
     assert cells(speedup) == ("2.00x", "8.00x") and cells(None) == ("-", "-")
     assert cells(Speedup(over={KERNEL: 2.0})) == ("2.00x", "-")
 
 
-def test_the_kernel_serves_where_it_is_asked_for():
+def test_dense_selects_the_kernel_or_the_model():
     model, ids = tiny("Llama"), torch.randint(0, 97, (1, 200))
     with torch.no_grad():
         with dense(model, MODEL):
@@ -131,18 +131,18 @@ def test_the_kernel_serves_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(2, 1, 2), (8, 1, 8), (9, 2, 8), (40, 14, 27)])
-def test_bounds_hold_the_median_as_often_as_they_say(count, low, high):
+def test_ratio_of_pairs_bounds_equal_the_sign_test(count, low, high):
     """By the table of the sign test: of 8 the second and the seventh would hold it in 93% alone."""
-    found = ratio_of_pairs([float(n) for n in range(1, count + 1)], [1.0] * count)
-    assert (found.low, found.high) == (low, high)
+    result = ratio_of_pairs([float(n) for n in range(1, count + 1)], [1.0] * count)
+    assert (result.low, result.high) == (low, high)
 
 
-def test_times_that_make_no_pairs():
+def test_ratio_of_pairs_refuses_unequal_counts():
     with pytest.raises(HeadwiseError, match="2 and 1 times cannot be paired"):
         ratio_of_pairs([1.0, 2.0], [1.0])
 
 
-def test_interleaving_takes_turns_and_drops_the_first_round():
+def test_interleaved_drops_the_first_round():
     order = []
 
     @contextmanager
@@ -157,7 +157,7 @@ def test_interleaving_takes_turns_and_drops_the_first_round():
     assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
 
 
-def test_a_rehearsal_is_one_timed_round():
+def test_in_turn_without_repeats_times_one_round():
     calls = []
     runs = {name: lambda name=name: calls.append(name) for name in "ab"}
     for repeats, warm_up, rounds in ((0, True, 1), (2, True, 3), (2, False, 2)):

@@ -82,5 +82,5 @@ def refusals(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("case", "line"), CASES, ids=[case for case, _ in CASES])
-def test_a_wrong_option_is_one_line(refusals, case, line):
+def test_command_with_a_wrong_option_names_it_in_one_line(refusals, case, line):
     assert line in refusals[case] and "\n" not in refusals[case]

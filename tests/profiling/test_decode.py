@@ -1,4 +1,4 @@
-"""headwise decode on a tiny model: what it counts, and what it refuses."""
+"""headwise decode on a tiny model: its figures and its refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from artifacts import (
     window_arrays,
 )
 from headwise.__main__ import main
-from profiling.decoding import run as decoding
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.prompts.texts import read_ids
@@ -51,7 +50,7 @@ def rows(folder, tmp_path):
 
 
 @pytest.fixture
-def made(loaded, tmp_path):
+def artifact_file(loaded, tmp_path):
     """made(name, budget, selector=): an artifact with a decode section."""
 
     def make(name, budget, **more):
@@ -69,12 +68,12 @@ def made(loaded, tmp_path):
 
 
 @pytest.fixture
-def asked(text):
+def base(text):
     """Options of a comparison on 20 tokens of a text, without times."""
     return f"--repeats 0 --text {text} --text-length 200 --forced 20"
 
 
-def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded, text):
+def test_forced_losses_equal_those_of_one_prefill(loaded, text):
     from transformers import DynamicCache
 
     prompts = make_prompts(f"text:{text}", loaded.tokenizer, length=200, samples=9, seed=0)
@@ -86,10 +85,10 @@ def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded, text):
     assert begun[0].cache.get_seq_length() == 199
 
 
-def test_the_change_is_that_of_the_same_tokens(made, asked, rows):
-    asked += " --texts 2 --trials 2 --task passkey --task-length 400 --prefill-chunk 150"
+def test_decode_change_is_of_the_same_tokens(artifact_file, base, rows):
+    base += " --texts 2 --trials 2 --task passkey --task-length 400 --prefill-chunk 150"
     for budget in (0.999, 0.05):
-        dense, headwise = rows(f"{asked} {made('cfg', budget)}")
+        dense, headwise = rows(f"{base} {artifact_file('cfg', budget)}")
         assert dense["change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
         expected = math.log(headwise["perplexity"] / dense["perplexity"])
         change = headwise["change"]
@@ -98,27 +97,27 @@ def test_the_change_is_that_of_the_same_tokens(made, asked, rows):
         assert (abs(expected) > 0.01) == (change["high"] - change["low"] > 0.01) == cuts
 
 
-def test_dense_prefill_loses_what_decode_alone_loses(made, asked, rows):
-    asked += f" --trials 0 {made('a', 0.05)}"
-    own = rows(asked)
+def test_decode_dense_prefill_measures_decode_alone(artifact_file, base, rows):
+    base += f" --trials 0 {artifact_file('a', 0.05)}"
+    own = rows(base)
     assert [row["method"] for row in own] == ["dense", "headwise"]
     assert own[0]["tokens"] is None
     # Steps of 181 to 199 tokens, a fraction of each.
     read = sum(math.ceil(0.05 * n) for n in range(181, 200)) / 19
     assert own[1]["tokens"] == pytest.approx(read)
-    # The artifact's own prefill is dense: a dense one gives the same. One text has no interval.
-    plain = rows(f"{asked} --dense-prefill")
+    # The artifact's own prefill is dense, so a dense one equals it. One text has no interval.
+    plain = rows(f"{base} --dense-prefill")
     assert plain[1]["perplexity"] == pytest.approx(own[1]["perplexity"], rel=1e-5)
     assert plain[1]["tokens"] == own[1]["tokens"]
     assert plain[1]["change"]["low"] == plain[1]["change"]["high"]
-    uniform = made("uniform", 0.1, selector="uniform")
-    asked = asked.rpartition(" ")[0]
+    uniform = artifact_file("uniform", 0.1, selector="uniform")
+    base = base.rpartition(" ")[0]
     for words, reason in (
         (str(uniform), "--dense-prefill fills a plain cache: an artifact"),
-        (f"{made('b', 0.1)} --offload packed", "leave --offload away"),
+        (f"{artifact_file('b', 0.1)} --offload packed", "leave --offload away"),
     ):
         with pytest.raises(HeadwiseError, match=reason):
-            rows(f"{asked} --dense-prefill {words}")
+            rows(f"{base} --dense-prefill {words}")
 
 
 @pytest.mark.parametrize("task", ["passkey", "text"])
@@ -140,8 +139,8 @@ def test_decode_prompts_that_a_search_saw_are_replaced_or_counted(
         digests = Seen(seen).digests
         calibration = artifact.search.calibration.model_copy(update={"seen_windows": len(digests)})
         search = artifact.search.model_copy(update={"calibration": calibration})
-        known = arrays | window_arrays(digests)
-        save(artifact.model_copy(update={"search": search}), config, known)
+        with_windows = arrays | window_arrays(digests)
+        save(artifact.model_copy(update={"search": search}), config, with_windows)
         words = f"{config} --model {searched / 'tiny'} --repeats 0 --json {out} --dtype float32 "
         words += f"--task {task}:{file} --task-length 600 --trials 1"
         main(["decode", *words.split()])
@@ -149,27 +148,29 @@ def test_decode_prompts_that_a_search_saw_are_replaced_or_counted(
 
     assert overlaps(own) == []
     whole = [Prompt(read_ids(Encoder(loaded.tokenizer), file), None)]
-    asked = {"task": f"{task}:words.txt", "length": 600}
-    assert overlaps(whole) == [{**asked, "overlapping": 1, "samples": 1}]
+    row = {"task": f"{task}:words.txt", "length": 600}
+    assert overlaps(whole) == [{**row, "overlapping": 1, "samples": 1}]
     assert "1 of 1 prompts of" in capsys.readouterr().out
 
 
-def test_a_kernel_that_fails_is_no_row_of_dense_attention(made, asked, rows, tmp_path, monkeypatch):
+def test_decode_with_a_failing_kernel_writes_no_record(
+    artifact_file, base, rows, tmp_path, monkeypatch
+):
     def failing(*_):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr("runtime.omnikv.decode.OmniKV.select_tokens", failing)
     with pytest.raises(HeadwiseError, match="RuntimeError: no such instruction"):
-        rows(f"{asked} --trials 0 {made('cfg', 0.1)}")
+        rows(f"{base} --trials 0 {artifact_file('cfg', 0.1)}")
     assert not (tmp_path / "figures.json").exists()
 
 
-def test_caches_stand_beside_the_artifact(made, text, rows):
+def test_decode_compares_caches_with_the_artifact(artifact_file, text, rows):
     kinds = ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"]
     policies = " ".join(f"--policy {kind}" for kind in kinds)
     dense, headwise, full, drawn, voted = rows(
-        f"{made('cfg', 0.999)} {policies} --text {text} --texts 2 --text-length 200 --forced 70 "
-        "--trials 0 --repeats 0"
+        f"{artifact_file('cfg', 0.999)} {policies} --text {text} --texts 2 --text-length 200 "
+        "--forced 70 --trials 0 --repeats 0"
     )
     assert [row["method"] for row in (full, drawn, voted)] == kinds
     assert dense["apart"] is headwise["apart"] is None and abs(headwise["change"]["value"]) < 0.01
@@ -184,10 +185,10 @@ def test_caches_stand_beside_the_artifact(made, text, rows):
     assert drawn["change"]["value"] != pytest.approx(voted["change"]["value"], abs=1e-3)
 
 
-def test_time_and_memory_stand_beside_both_dense_attentions(made, rows, tmp_path, capsys):
+def test_decode_times_and_memory_of_every_method(artifact_file, rows, tmp_path, capsys):
     policy = "streaming:sinks=4,window=60"
-    asked = f"--policy {policy} --context 512 --trials 0 --repeats 1 --steps 2"
-    timed = rows(f"{asked} {made('cfg', 0.05)}")
+    base = f"--policy {policy} --context 512 --trials 0 --repeats 1 --steps 2"
+    timed = rows(f"{base} {artifact_file('cfg', 0.05)}")
     printed = capsys.readouterr().out.splitlines()
     names = ["dense", "dense_kernel", "headwise", policy]
     assert [row["method"] for row in timed] == names
@@ -203,23 +204,3 @@ def test_time_and_memory_stand_beside_both_dense_attentions(made, rows, tmp_path
     assert record["speedups"]["headwise"] == pytest.approx(over)
     (line,) = (line.split() for line in printed if line.startswith("headwise "))
     assert line[3:5] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
-
-
-def test_an_interrupted_comparison_goes_on(made, asked, rows, tmp_path, monkeypatch):
-    asked += " --texts 2 --dense-prefill --trials 1 --task-length 300"
-    asked += f" {made('a', 0.05)} --policy full"
-    whole = rows(asked)
-    measure = decoding._quality
-    begun = []
-
-    def killed(config, loaded, method, *rest):
-        begun.append(method.name)
-        if begun == ["dense", "headwise", "full"]:
-            raise KeyboardInterrupt
-        return measure(config, loaded, method, *rest)
-
-    monkeypatch.setattr(decoding, "_quality", killed)
-    with pytest.raises(KeyboardInterrupt):
-        rows(asked)
-    assert rows(asked) == whole and begun[3:] == ["full"]
-    assert not list(tmp_path.glob("*.ledger"))

@@ -66,7 +66,7 @@ def test_doctor_reports_facts_and_estimates_for_a_model(model, capsys):
 def test_estimates_take_off_attention_what_the_density_leaves_out():
     short, long = estimates()
     assert (short["tokens"], long["tokens"]) == (4096, 8192)
-    # What is not attention grows with the length, attention with its square.
+    # Attention grows with the square of the length, the rest with the length.
     assert short["dense_s"] == pytest.approx(10 * (0.4 + 0.1))
     assert long["dense_s"] == pytest.approx(10 * (0.8 + 0.4))
     # At density 0.25 patterns take a quarter of dense attention.
@@ -99,10 +99,12 @@ def test_doctor_without_kernels_fails_and_estimates_nothing(model, monkeypatch, 
 
 def test_check_reports_a_kernel_that_is_wrong_or_fails(monkeypatch):
     real = attention_speed.sparse_attention
-    monkeypatch.setattr(attention_speed, "sparse_attention", lambda *given: real(*given) + 1)
+    monkeypatch.setattr(
+        attention_speed, "sparse_attention", lambda *arguments: real(*arguments) + 1
+    )
     assert str(doctor.check("cpu")).startswith("the kernel fails: HeadwiseError: ")
 
-    def fails(*given):
+    def fails(*arguments):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(attention_speed, "sparse_attention", fails)

@@ -30,7 +30,7 @@ def by_row(record: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]
     return {(each["task"], each["method"], each["measure"]): each for each in record["figures"]}
 
 
-def test_one_run_gives_a_table_a_page_and_a_json(command, tmp_path, searched, capsys):
+def test_evaluate_writes_table_page_and_json(command, tmp_path, searched, capsys):
     record = command(
         f"--task niah_single_2 --task passkey --depths 0 1 --samples 2 --text {searched}/text.txt "
         "--methods headwise headwise+snapkv --repeats 2 --steps 2 --attach"
@@ -68,22 +68,22 @@ def test_one_run_gives_a_table_a_page_and_a_json(command, tmp_path, searched, ca
     score = next(each for each in evidence if each.name == "score: passkey")
     assert score.value == figures["passkey", "headwise", "score"]["value"]
     assert "--attach" in score.command
-    beside = {
+    baselines = {
         each.baseline_name: each.baseline
         for each in evidence
         if (each.name, each.unit) == ("prefill", "s")
     }
-    assert set(beside) == {"dense attention by sdpa", "dense attention by Headwise's kernel"}
-    # The fastest one first: it is what a speed-up is against.
-    assert list(beside.values()) == sorted(beside.values())
+    assert set(baselines) == {"dense attention by sdpa", "dense attention by Headwise's kernel"}
+    # The fastest one first: speed-ups are over it.
+    assert list(baselines.values()) == sorted(baselines.values())
     assert next(each for each in evidence if each.name == "perplexity: text:text.txt").samples == 2
 
 
 @pytest.mark.usefixtures("invented")
-def test_other_artifacts_are_rows_of_their_own(command, tmp_path):
+def test_evaluate_compares_other_artifacts(command, tmp_path):
     shutil.copy(tmp_path / "cfg.yaml", tmp_path / "paper.yaml")
-    asked = "--task passkey --samples 1 --no-speed --methods headwise"
-    record = command(f"{asked} paper-tail", beside=tmp_path / "paper.yaml")
+    words = "--task passkey --samples 1 --no-speed --methods headwise"
+    record = command(f"{words} paper-tail", extra=tmp_path / "paper.yaml")
     rows = {each["name"]: each for each in record["methods"]}
     assert list(rows) == ["dense", "headwise", "paper-tail", "paper"]
     assert rows["paper"]["source"] == "MInference 1.0's own search" != rows["headwise"]["source"]
@@ -91,25 +91,25 @@ def test_other_artifacts_are_rows_of_their_own(command, tmp_path):
     assert rows["paper"]["density"] > rows["paper-tail"]["density"] > 0.5
     shutil.copy(tmp_path / "cfg.yaml", tmp_path / "headwise.yaml")
     with pytest.raises(HeadwiseError, match="there is a method headwise already"):
-        command(asked, beside=tmp_path / "headwise.yaml")
+        command(words, extra=tmp_path / "headwise.yaml")
 
 
 @pytest.mark.usefixtures("invented")
-def test_quick_takes_few_prefills(command, monkeypatch):
+def test_evaluate_quick_takes_few_prefills(command, monkeypatch):
     contexts = []
     trials = evaluation.trials
 
-    def asking(*given):
-        contexts.append(len(given[2]))
-        return trials(*given)
+    def asking(*arguments):
+        contexts.append(len(arguments[2]))
+        return trials(*arguments)
 
     prefills = []
 
     def counting(*args, **options):
         loaded = load_model(*args, **options)
 
-        def count(module, given, keywords):
-            ids = given[0] if given else keywords["input_ids"]
+        def count(module, arguments, keywords):
+            ids = arguments[0] if arguments else keywords["input_ids"]
             # But for decode.
             prefills.extend([ids.shape[1]] * (ids.shape[1] > LENGTH // 2))
 
@@ -132,20 +132,20 @@ def test_quick_takes_few_prefills(command, monkeypatch):
     assert record["memory"] == [] and len(record["prefill"]) == 5
 
 
-def test_speed_only_asks_nothing(command, invented):
+def test_evaluate_speed_only_runs_no_trials(command, invented):
     record = command("--speed-only --repeats 1")
     assert invented == [] and record["figures"] == record["decode"] == record["memory"] == []
     assert {each["method"] for each in record["prefill"]} == {"dense", "dense_kernel", "headwise"}
     assert [each["method"] for each in record["attention"]] == ["headwise"]
 
 
-def test_kl_to_dense_is_a_measure_of_prefills(command, searched, monkeypatch):
+def test_evaluate_kl_to_dense_of_prefills(command, searched, monkeypatch):
     base = (
         f"--task line_asked --task passkey --text {searched}/text.txt --no-speed --samples 1 "
         "--seeds 2 --methods"
     )
-    asked = f"{base} headwise dense_kernel dense+snapkv"
-    record = command(asked)
+    words = f"{base} headwise dense_kernel dense+snapkv"
+    record = command(words)
     figures = by_row(record)
     for task in ("line_asked", "passkey", "text:text.txt", "all answers"):
         own = figures[task, "headwise", "KL to dense"]
@@ -157,12 +157,12 @@ def test_kl_to_dense_is_a_measure_of_prefills(command, searched, monkeypatch):
             assert (task, other, "KL to dense") not in figures
     assert figures["line_asked", "headwise", "KL to dense"]["count"] == 2
 
-    def unasked(*given):
+    def unasked(*arguments):
         raise AssertionError("a prompt ran twice")
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "trials", unasked)
-        assert command(asked)["figures"] == record["figures"]
+        assert command(words)["figures"] == record["figures"]
     # A method that is added later is compared with dense attention, too.
     later = by_row(command(f"{base} a_shape"))
     alone = by_row(command(f"{base} a_shape", out="new"))
@@ -171,40 +171,28 @@ def test_kl_to_dense_is_a_measure_of_prefills(command, searched, monkeypatch):
         assert later[row]["value"] == pytest.approx(alone[row]["value"], rel=1e-3)
 
 
-def test_tasks_and_length_by_default(searched):
+def test_evaluate_default_tasks_and_length(searched):
     artifact = artifacts.load(searched / "cfg.yaml")
     longest = artifact.model.max_positions
 
-    def asked(more=""):
-        words = f"{searched}/cfg.yaml --model elsewhere --out report {more}".split()
-        config = read(parser_of("evaluate"), Config, words, "")
+    def defaults(more=""):
+        line = f"{searched}/cfg.yaml --model elsewhere --out report {more}".split()
+        config = read(parser_of("evaluate"), Config, line, "")
         quality = evaluation_run.quality_of(config, artifact)
         return quality.tasks, quality.lengths
 
-    assert asked() == (DEFAULT_TASKS, (longest,))
-    assert asked("--quick")[0] != DEFAULT_TASKS
-    assert asked("--speed-only") == ((), (longest,))
-    assert asked("--length 800 700 --task passkey") == (("passkey",), (700, 800))
+    assert defaults() == (DEFAULT_TASKS, (longest,))
+    assert defaults("--quick")[0] != DEFAULT_TASKS
+    assert defaults("--speed-only") == ((), (longest,))
+    assert defaults("--length 800 700 --task passkey") == (("passkey",), (700, 800))
 
 
-def test_a_killed_run_goes_on_and_what_is_there_is_not_run_again(command, invented, monkeypatch):
-    asked = "--task passkey --no-speed --samples 3 --methods headwise"
-    trials = evaluation.trials
-
-    def killed(*given):
-        if len(invented) == 4:
-            raise KeyboardInterrupt
-        return trials(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "trials", killed)
-        with pytest.raises(KeyboardInterrupt):
-            command(asked)
-    record = command(asked)
+def test_evaluate_of_more_methods_and_tasks_runs_new_trials_only(command, invented):
+    base = "--task passkey --no-speed --samples 3 --methods headwise"
+    command(base)
     assert invented == ["dense", "headwise"] * 3
-    assert record["figures"] == command(asked, out="other")["figures"]
     invented.clear()
-    command(f"{asked} a_shape --task line_retrieval")
+    command(f"{base} a_shape --task line_retrieval")
     counts = {name: invented.count(name) for name in ("dense", "headwise", "a_shape")}
     assert counts == {"dense": 3, "headwise": 3, "a_shape": 6}
 
@@ -217,13 +205,13 @@ def test_a_killed_run_goes_on_and_what_is_there_is_not_run_again(command, invent
         ("--methods a_shap", "unknown method 'a_shap'"),
     ],
 )
-def test_what_cannot_be_is_refused(command, options, said):
+def test_evaluate_refuses_wrong_lengths_and_methods(command, options, said):
     with pytest.raises(HeadwiseError, match=re.escape(said)):
         command(options)
 
 
 @pytest.mark.usefixtures("invented")
-def test_windows_that_the_search_saw_are_told(command, loaded, searched, tmp_path, capsys):
+def test_evaluate_reports_windows_that_the_search_saw(command, loaded, searched, tmp_path, capsys):
     """A text that the search saw whole is named in the table, the page and the JSON."""
     text = searched / "text.txt"
     artifact, arrays = artifacts.load_pair(tmp_path / "cfg.yaml")
@@ -234,8 +222,8 @@ def test_windows_that_the_search_saw_are_told(command, loaded, searched, tmp_pat
     info = artifact.search.model_copy(update={"calibration": calibration})
     arrays |= artifacts.window_arrays(digests)
     artifacts.save(artifact.model_copy(update={"search": info}), tmp_path / "cfg.yaml", arrays)
-    asked = "--no-speed --samples 2 --task passkey --task niah_single_2 --depths 0 1"
-    assert command(f"{asked} --text {text} --methods headwise")["seen_by_search"] == [
+    words = "--no-speed --samples 2 --task passkey --task niah_single_2 --depths 0 1"
+    assert command(f"{words} --text {text} --methods headwise")["seen_by_search"] == [
         {"task": "niah_single_2:text.txt", "length": LENGTH, "overlapping": 4, "samples": 4},
         {"task": "text:text.txt", "length": LENGTH, "overlapping": 2, "samples": 2},
     ]

@@ -1,4 +1,4 @@
-"""The resume file: goes on after a kill, does damaged jobs again, mixes nothing up."""
+"""The resume file: resumes after a kill, repeats damaged jobs, and separates settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def only(out: Path) -> Path:
     return out.with_name("cfg.yaml.heads.ledger")
 
 
-def test_values_come_back_as_they_were_bit_for_bit():
+def test_values_round_trip_bit_for_bit():
     for dtype in ("float32", "float16", "int64", "bool", ">f8"):
         for shape in ((), (0, 3), (2, 5)):
             array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
@@ -58,12 +58,12 @@ def test_values_come_back_as_they_were_bit_for_bit():
             to_bytes(wrong)
 
 
-def test_what_is_put_is_there_after_the_process(out):
+def test_ledger_put_is_stored_for_the_next_process(out):
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         assert len(ledger) == 3 and ledger.unit("layer 2", {"seed": 0}) in ledger
         assert ledger.get(ledger.unit("layer 2", {"seed": 0})) == {"error": 0.1 + 2 / 3}
         put = ledger.put(ledger.unit("array"), VALUE)
-        got = ledger.once(ledger.unit("array"), lambda: pytest.fail("it is there"))
+        got = ledger.once(ledger.unit("array"), lambda: pytest.fail("it is stored"))
         assert put["heads"] == got["heads"]
         assert put["curves"][0].tobytes() == got["curves"][0].tobytes()
         new = ledger.once(ledger.unit("new"), lambda: (1, 2))
@@ -77,7 +77,7 @@ def test_what_is_put_is_there_after_the_process(out):
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_unit_is_known_by_all_that_it_depends_on(out):
+def test_ledger_unit_depends_on_name_inputs_and_settings(out):
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         same = ledger.unit("layer 0", {"seed": 0})
         assert ledger.get(same) is not None
@@ -97,7 +97,7 @@ def test_ledger_unit_of_another_package_version_is_not_reused(out, package, monk
         assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is None
 
 
-def test_other_settings_are_refused_by_name_and_fresh_discards(out):
+def test_ledger_refuses_other_settings_by_name(out):
     before = {path: path.read_bytes() for path in only(out).iterdir()}
     for change, said in (({"length": 8192}, "its length is 4096, not 8192"), ({"seed": 3}, "seed")):
         with pytest.raises(HeadwiseError, match=f"{said}.*--fresh"):
@@ -107,7 +107,7 @@ def test_other_settings_are_refused_by_name_and_fresh_discards(out):
         assert not len(ledger)
 
 
-def test_every_cut_and_every_damaged_byte_is_found(out):
+def test_ledger_get_of_a_damaged_file_is_none(out):
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         unit = ledger.unit("layer 1", {"seed": 0})
         file = only(out) / f"{unit.key}.unit"
@@ -124,7 +124,7 @@ def test_every_cut_and_every_damaged_byte_is_found(out):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]"])
-def test_damaged_settings_are_written_again(out, content):
+def test_ledger_rewrites_damaged_settings(out, content):
     (only(out) / "settings.json").write_bytes(content)
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is not None
@@ -145,30 +145,30 @@ time.sleep(600)
 """
 
 
-def test_a_kill_loses_the_unit_in_hand_alone_and_the_lock_dies_with_its_holder(tmp_path):
+def test_ledger_killed_loses_the_job_in_progress_and_its_lock(tmp_path):
     out = tmp_path / "cfg.yaml"
     command = [sys.executable, "-c", _HOLDER, str(out)]
-    told = -1
+    reported = -1
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         for line in holder.stdout:
-            told = int(line)
-            if told == 10:
+            reported = int(line)
+            if reported == 10:
                 for fresh in (False, True):
                     says = "another process is writing it; wait for it or end it"
                     with pytest.raises(HeadwiseError, match=says):
                         Ledger(out, "heads", fresh=fresh)
-            if told == 20:
+            if reported == 20:
                 holder.send_signal(signal.SIGKILL)
     with Ledger(out, "heads") as ledger:
-        found = [ledger.get(ledger.unit(f"unit {number}")) for number in range(400)]
-        assert all(value is not None for value in found[: told + 1])
-        assert sum(value is not None for value in found) <= told + 2
+        values = [ledger.get(ledger.unit(f"unit {number}")) for number in range(400)]
+        assert all(value is not None for value in values[: reported + 1])
+        assert sum(value is not None for value in values) <= reported + 2
         assert not list(ledger.folder.glob("*.tmp")) and not list(ledger.folder.glob(".*"))
         with pytest.raises(HeadwiseError, match="another process is writing it"):
             Ledger(out, "heads")
 
 
-def test_no_folder_can_be_made(tmp_path):
+def test_ledger_without_a_writable_folder_is_refused(tmp_path):
     (tmp_path / "cfg.yaml.heads.ledger").write_text("a file")
     with pytest.raises(HeadwiseError, match=r"cannot make the folder .*cfg\.yaml\.heads\.ledger"):
         Ledger(tmp_path / "cfg.yaml", "heads")

@@ -8,7 +8,6 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +23,11 @@ from profiling.pictures.attention import HeadMap, attention_figure, measure
 from profiling.pictures.candidates import candidates_figure, frontier
 from profiling.pictures.drawing import save, shade
 from profiling.pictures.patterns import draw_pattern_map, figure
-from profiling.pictures.registry import pictures
 from profiling.pictures.similarity import curve_figure, similarity_figure
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.similarity_profile import save_profile
 from tests.artifacts.conftest import build_every_kind
-from tests.profiling.test_similarity import random_profile
+from tests.profiling.pictures import random_profile, texts_outside
 from tests.tiny_text_model import save_tiny
 
 LENGTH = 900
@@ -42,10 +40,10 @@ def read(path: Path) -> tuple[list[str], np.ndarray]:
 
 
 @pytest.mark.usefixtures("sketched")
-def test_a_profile_becomes_pictures_with_their_numbers(tmp_path, capsys):
-    made = random_profile(12, sliding=True)
+def test_heatmaps_of_a_profile_have_its_numbers(tmp_path, capsys):
+    profile = random_profile(12, sliding=True)
     out = tmp_path / "out"
-    save_profile(made, tmp_path)
+    save_profile(profile, tmp_path)
     main(["heatmaps", "--profile", str(tmp_path), "--out", str(out)])
     names = ["similarity", "similarity.multi_hop_a.txt", "similarity.passkey"]
     names += ["ability", "hit", "variability"]
@@ -54,17 +52,17 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path, capsys):
     assert {Path(line).name for line in capsys.readouterr().out.splitlines()} == expected
     header, rows = read(out / "similarity.csv")
     assert header[:2] == ["layer", "layer 0"] and rows[:, 0].tolist() == list(range(12))
-    np.testing.assert_allclose(rows[:, 1:], made.mass(), rtol=1e-4)
+    np.testing.assert_allclose(rows[:, 1:], profile.mass(), rtol=1e-4)
     header, rows = read(out / "ability.csv")
     assert header[2] == "multi_hop:a.txt, next 16"
-    np.testing.assert_allclose(rows[:, 2], made.ability("multi_hop:a.txt", 16), rtol=1e-4)
-    np.testing.assert_allclose(read(out / "hit.csv")[1][:, 2], made.hit("passkey"), rtol=1e-4)
-    missed = np.nanmean(made.variability("passkey"), axis=0)
+    np.testing.assert_allclose(rows[:, 2], profile.ability("multi_hop:a.txt", 16), rtol=1e-4)
+    np.testing.assert_allclose(read(out / "hit.csv")[1][:, 2], profile.hit("passkey"), rtol=1e-4)
+    missed = np.nanmean(profile.variability("passkey"), axis=0)
     np.testing.assert_allclose(read(out / "variability.csv")[1][:, 2], missed, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("sketched")
-def test_attention_of_a_head_is_pooled_and_has_its_pattern(searched, tmp_path):
+def test_attention_picture_equals_pooled_weights(searched, tmp_path):
     model, config = searched / "tiny", searched / "cfg.yaml"
     words = f"--model {model} {config} --length {LENGTH} --dtype float32 --out {tmp_path}"
     main(["heatmaps", *f"{words} --head 2.5 --picture attention".split()])
@@ -95,7 +93,7 @@ def test_attention_of_a_head_is_pooled_and_has_its_pattern(searched, tmp_path):
 
 
 @pytest.mark.usefixtures("sketched")
-def test_a_model_without_a_profile_is_measured_for_its_pictures(searched, tmp_path):
+def test_heatmaps_of_a_model_measure_a_profile(searched, tmp_path):
     model = searched / "tiny"
     words = f"--model {model} --length 256 --dtype float32 --out {tmp_path} --picture similarity"
     main(["heatmaps", *words.split()])
@@ -104,7 +102,7 @@ def test_a_model_without_a_profile_is_measured_for_its_pictures(searched, tmp_pa
     assert len([name for name in names if name.endswith(".png")]) == 1
 
 
-def test_the_same_numbers_give_the_same_files_without_a_window_system(tmp_path, monkeypatch):
+def test_save_writes_the_same_bytes_without_a_window_system(tmp_path, monkeypatch):
     # matplotlib itself refuses such a name when it is imported.
     import matplotlib  # noqa: F401
 
@@ -119,34 +117,11 @@ def test_the_same_numbers_give_the_same_files_without_a_window_system(tmp_path, 
         assert first.read_bytes() == second.read_bytes(), first.name
 
 
-def texts_outside(figure: Any) -> list[str]:
-    """Titles, labels and legends that leave the picture; tick labels are not looked at."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    texts = list(figure.texts)
-    legends = list(figure.legends)
-    for axes in figure.axes:
-        texts += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
-        legends += [axes.get_legend()] if axes.get_legend() else []
-    texts += [text for legend in legends for text in legend.get_texts()]
-    outside = []
-    for text in texts:
-        box = text.get_window_extent(canvas.get_renderer())
-        x0, y0, x1, y1 = figure.bbox.extents
-        if text.get_text() and not (
-            x0 - 1 < box.x0 and box.x1 < x1 + 1 and y0 - 1 < box.y0 and box.y1 < y1 + 1
-        ):
-            outside.append(text.get_text())
-    return outside
-
-
 SHAPES = [(1, 1), (5, 4), (24, 14), (30, 9), (80, 64), (1, 64), (80, 1)]
 
 
 @pytest.mark.parametrize(("layers", "heads"), SHAPES)
-def test_pattern_map_of_any_shape_holds_its_texts(layers, heads):
+def test_pattern_map_of_any_shape_contains_its_texts(layers, heads):
     artifact, _ = build_every_kind()
     names = list(artifact.patterns)
     rows = tuple(
@@ -162,7 +137,7 @@ def test_pattern_map_of_any_shape_holds_its_texts(layers, heads):
 
 
 @pytest.mark.parametrize("layers", [1, 12, 30, 80])
-def test_layer_pictures_of_long_names_hold_their_texts(layers):
+def test_similarity_pictures_of_long_names_contain_their_texts(layers):
     mass = np.triu(np.full((layers, layers), 0.8))
     title = "Some-Model-1.5B-Instruct, multi_hop:a_file_of_a_long_name.txt"
     filters = range(0, layers, 2)
@@ -175,7 +150,7 @@ def test_layer_pictures_of_long_names_hold_their_texts(layers):
 
 
 @pytest.mark.parametrize("with_pattern", [False, True])
-def test_attention_figure_holds_its_texts(with_pattern):
+def test_attention_figure_contains_its_texts(with_pattern):
     head_map = HeadMap(layer=29, head=13, cell=64, attention=np.full((8, 8), 0.1))
     if with_pattern:
         head_map = replace(
@@ -188,20 +163,13 @@ def test_attention_figure_holds_its_texts(with_pattern):
     assert texts_outside(attention_figure(head_map, "caption")) == []
 
 
-def test_registry_lists_pictures_by_what_they_are_drawn_from():
-    assert list(pictures("artifact")) == ["patterns", "candidates"]
-    assert list(pictures("model")) == ["attention"]
-    assert set(pictures("profile")) == {"similarity", "ability", "hit", "variability"}
-    assert all(each.draw.__doc__ for each in pictures("artifact", "model", "profile").values())
-
-
-def test_shades_leave_out_what_was_not_measured():
+def test_shade_of_nan_is_gray():
     colours, _ = shade(np.array([0.0, 0.5, 1.0, np.nan]), 0.0, 1.0)
     assert len({tuple(colour.round(3)) for colour in colours}) == 4
     assert len(set(colours[3].round(6))) == 1, "grey"
 
 
-def test_attention_of_an_impossible_head_is_refused(tmp_path):
+def test_heatmaps_refuses_a_head_that_does_not_exist(tmp_path):
     model = save_tiny(
         tmp_path / "hybrid",
         family="Gemma3",
@@ -220,7 +188,7 @@ def test_attention_of_an_impossible_head_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_artifact_of_another_model_is_refused(searched, tmp_path):
+def test_heatmaps_refuses_an_artifact_of_another_model(searched, tmp_path):
     save_profile(random_profile(3), tmp_path)
     with pytest.raises(HeadwiseError, match="the profile is of some-model, the artifact of tiny"):
         main(
@@ -242,7 +210,7 @@ def scored(tmp_path):
 
 
 @pytest.mark.usefixtures("sketched")
-def test_three_files_with_a_line_for_each_head(scored, tmp_path):
+def test_plot_writes_a_row_per_head(scored, tmp_path):
     for out, stem in (("x", "x"), ("y.png", "y"), ("model-1.5", "model-1.5")):
         paths = plot.draw(plot.Config(config=scored, out=tmp_path / out))
         assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
@@ -309,7 +277,7 @@ def test_plot_names_a_head_that_it_cannot_draw(words, says, scored, tmp_path):
     assert not list(tmp_path.glob("head.*"))
 
 
-def test_a_name_is_no_formula_and_moves_no_cursor(scored, tmp_path, capsys):
+def test_plot_escapes_formulas_and_control_characters(scored, tmp_path, capsys):
     stem = tmp_path / "map\x1b[2J"
     assert main(["plot", str(scored), "--out", str(stem)]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -320,7 +288,7 @@ def test_a_name_is_no_formula_and_moves_no_cursor(scored, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("sketched")
-def test_a_full_disk_leaves_nothing(scored, tmp_path, monkeypatch):
+def test_pattern_map_on_a_full_disk_leaves_no_file(scored, tmp_path, monkeypatch):
     def full(handle, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -333,7 +301,7 @@ def test_a_full_disk_leaves_nothing(scored, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("sketched")
-def test_an_artifact_without_scores_is_drawn_without_shades(tmp_path):
+def test_pattern_map_without_scores_has_empty_columns(tmp_path):
     artifact, arrays = build_every_kind()
     del arrays["chosen.recall"]
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
@@ -342,7 +310,7 @@ def test_an_artifact_without_scores_is_drawn_without_shades(tmp_path):
     assert rows and all(row["recall"] == row["error"] == row["density"] == "" for row in rows)
 
 
-def test_kinds_that_shades_could_be_taken_for_carry_their_letter():
+def test_pattern_map_letters_mark_similar_colors():
     artifact, arrays = build_every_kind()
     drawn = figure(artifact, arrays["chosen.recall"])
     letters = {text.get_position(): text.get_text() for text in drawn.axes[0].texts}

@@ -53,9 +53,7 @@ def test_quiet_prints_nothing(monkeypatch, capsys):
     assert bar([1]).disable and capsys.readouterr().err == ""
 
 
-def test_phase_on_a_terminal_shows_a_bar_and_leaves_earlier_jobs_out_of_the_rate(
-    monkeypatch, capsys
-):
+def test_phase_on_a_terminal_leaves_earlier_jobs_out_of_the_rate(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with phase("curves", 8, "prompts") as shown:
         shown.skip(4)

@@ -59,21 +59,21 @@ class Launch:
 
 @pytest.fixture
 def launch(tmp_path):
-    made = Launch(tmp_path)
-    yield made
-    made.kill()
+    launched = Launch(tmp_path)
+    yield launched
+    launched.kill()
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Output of one process without torchrun."""
-    made = Launch(tmp_path_factory.mktemp("alone"))
-    code, said, complained = made.finish(0)
-    assert code == 0 and said == f"wrote {made.out}\n", complained
-    return made.out.read_bytes()
+    launched = Launch(tmp_path_factory.mktemp("alone"))
+    code, said, complained = launched.finish(0)
+    assert code == 0 and said == f"wrote {launched.out}\n", complained
+    return launched.out.read_bytes()
 
 
-def test_three_ranks_write_what_one_process_does(launch, alone):
+def test_ranks_write_what_one_process_writes(launch, alone):
     code, said, complained = launch.finish(3)
     assert code == 0 and said == f"wrote {launch.out}\n", complained
     assert launch.out.read_bytes() == alone
@@ -84,7 +84,7 @@ def test_three_ranks_write_what_one_process_does(launch, alone):
     assert left == [".first", ".json", ".log"]
 
 
-def test_a_killed_rank_ends_the_launch_and_another_goes_on(launch, alone):
+def test_ranks_with_one_killed_end_and_the_next_launch_resumes(launch, alone):
     process = launch.start(2, "--hang", "unit 4")
     killed = launch.process_at("unit 4")
     finished = {unit for unit, _, pid in launch.begun() if pid == killed and unit != "unit 4"}
@@ -106,7 +106,7 @@ def test_a_killed_rank_ends_the_launch_and_another_goes_on(launch, alone):
         ("--bug=unit 6", "ZeroDivisionError", 1),
     ],
 )
-def test_a_failure_ends_all_ranks_and_is_told_once(launch, option, said, status):
+def test_ranks_with_a_failure_end_and_report_it_once(launch, option, said, status):
     code, printed, complained = launch.finish(2, option)
     assert code != 0 and printed == "" and complained.count(said) == 1
     assert "[rank" not in complained, "a traceback of a rank"
@@ -117,7 +117,7 @@ def test_a_failure_ends_all_ranks_and_is_told_once(launch, option, said, status)
         assert not list(launch.out.parent.iterdir())
 
 
-def test_what_only_the_first_rank_sees_is_told_once(launch):
+def test_ranks_report_an_error_of_the_first_rank_once(launch):
     with Ledger(launch.out, "work", settings={"seed": 0}) as ledger:
         code, _, complained = launch.finish(2)
         assert code != 0 and complained.count("is writing it; wait for it or end it") == 1
@@ -128,14 +128,14 @@ def test_what_only_the_first_rank_sees_is_told_once(launch):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever(launch):
+def test_ranks_time_out_if_one_hangs(launch):
     began = time.monotonic()
     code, _, complained = launch.finish(2, "--hang", "unit 3", "--timeout", "2")
     assert code != 0 and time.monotonic() - began < 60
     assert "another rank was killed or did not answer" in complained
 
 
-def test_a_collective_call_that_fails_names_the_reason_and_how_to_resume(monkeypatch):
+def test_barrier_that_fails_names_reason_and_how_to_resume(monkeypatch):
     def times_out(values):
         raise RuntimeError("a stack\nTimed out waiting 2000ms")
 
@@ -147,7 +147,7 @@ def test_a_collective_call_that_fails_names_the_reason_and_how_to_resume(monkeyp
         Ranks(0, 2).barrier()
 
 
-def test_one_process_needs_no_torch_distributed(monkeypatch):
+def test_ranks_of_one_process_import_no_torch(monkeypatch):
     code = (
         "import sys\nfrom profiling.ranks import ranks\n"
         "with ranks() as r:\n"
@@ -161,7 +161,7 @@ def test_one_process_needs_no_torch_distributed(monkeypatch):
         pass
 
 
-def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
+def test_device_of_each_rank_is_another_gpu(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

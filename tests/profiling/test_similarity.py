@@ -24,51 +24,16 @@ from profiling.similarities.mass import ability, agreement
 from profiling.similarities.run import run
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile
 from profiling.similarities.similarity_profile import load_profile as load
-from tests.search.conftest import save_tiny
+from tests.profiling.pictures import random_profile
+from tests.tiny_text_model import save_tiny
 
 LENGTH, STEPS, TOP = 980, 20, 100
 SMALL: dict[str, Any] = {"length": 400, "steps": 4}
 
 
 def config(task: str, **changes: Any) -> SimilarityConfig:
-    given = {"model": "tiny", "samples": 1, "dtype": "float32", "length": LENGTH, "steps": STEPS}
-    return SimilarityConfig(tasks=(task,), **{**given, "top_k": TOP, **changes})
-
-
-def random_profile(layers: int, *, sliding: bool = False) -> Profile:
-    """A profile of two tasks; every sixth layer slides."""
-    tasks = ("multi_hop:a.txt", "passkey")
-    random = np.random.default_rng(0)
-    left_out = np.arange(layers) % 6 == 5 if sliding else np.zeros(layers, dtype=bool)
-    arrays: dict[str, np.ndarray] = {"agreement": np.ones((2, 2))}
-    for task in tasks:
-        mass = random.random((layers, layers))
-        mass[left_out] = mass[:, left_out] = np.nan
-        arrays |= {f"mass.{task}.{by}": mass for by in ("max", "mean")}
-        by_head = np.tile(mass[:, :, None], (1, 1, 2))
-        arrays |= {f"{kind}.{task}": by_head for kind in ("error", "worst")}
-        arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
-        arrays[f"hit.{task}"] = np.where(left_out, np.nan, random.random(layers))
-        missed = random.random((layers, 20))
-        arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, missed)
-    about = {
-        "format": 5,
-        "kv_heads": 2,
-        "model": "some-model",
-        "num_layers": layers,
-        "command": "headwise similarity --x",
-        "layers": np.flatnonzero(~left_out).tolist(),
-        "sliding_layers": np.flatnonzero(left_out).tolist(),
-        "tasks": [{"name": task, "sha256": "0123456789" * 6} for task in tasks],
-        "weights_sha256": "f" * 64,
-        "length": 4096,
-        "samples": 2,
-        "steps": 20,
-        "top_k": 512,
-        "dtype": "bfloat16",
-        "device": "cpu",
-    }
-    return Profile(arrays=arrays, about=about)
+    fields = {"model": "tiny", "samples": 1, "dtype": "float32", "length": LENGTH, "steps": STEPS}
+    return SimilarityConfig(tasks=(task,), **{**fields, "top_k": TOP, **changes})
 
 
 def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
@@ -127,7 +92,7 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def test_the_profile_is_what_full_attention_weights_give(loaded):
+def test_measure_equals_full_attention_weights(loaded):
     task = "multi_hop"
     profile = measure(config(task, seed=3), loaded)
     for name, expected in plainly(loaded, task, seed=3).items():
@@ -140,7 +105,7 @@ def test_the_profile_is_what_full_attention_weights_give(loaded):
     np.testing.assert_allclose(profile.ability(task)[0], mass[0, 1:].mean(), rtol=1e-6)
 
 
-def test_sliding_layers_are_marked_and_left_out(hybrid):
+def test_measure_leaves_out_sliding_layers(hybrid):
     task = "passkey"
     profile = measure(config(task, **SMALL), load_model(str(hybrid), dtype="float32"))
     assert profile.layers == [1, 4] and profile.sliding_layers == [0, 2, 3]
@@ -153,7 +118,7 @@ def test_sliding_layers_are_marked_and_left_out(hybrid):
     np.testing.assert_array_equal(profile.ability(task), expected)
 
 
-def test_a_norm_behind_the_attention_counts(hybrid, loaded):
+def test_residual_stream_gain_includes_the_norm(hybrid, loaded):
     """Gemma's blocks add not the attention's output but a norm of it, however large it is."""
     gemma = load_model(str(hybrid), dtype="float32").model
     block = gemma.model.layers[1]
@@ -186,7 +151,7 @@ def test_a_norm_behind_the_attention_counts(hybrid, loaded):
     assert hooks() == before
 
 
-def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(loaded, tmp_path):
+def test_measure_of_a_text_is_teacher_forced_or_greedy(loaded, tmp_path):
     text = tmp_path / "a b.txt"
     text.write_text(" ".join(f"{i} of many numbered words" for i in range(400)))
     forced = measure(config(f"text:{text}"), loaded)
@@ -197,7 +162,7 @@ def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(loaded, tmp
     assert np.abs(forced.arrays[first] - greedy.arrays[first]).max() > 1e-4
 
 
-def test_the_command_writes_a_profile_that_comes_back(folder, tmp_path):
+def test_similarity_command_writes_a_profile_and_tables(folder, tmp_path):
     out = tmp_path / "new" / "profile"
     main(
         [
@@ -229,19 +194,19 @@ def test_the_command_writes_a_profile_that_comes_back(folder, tmp_path):
         ({"tasks": ()}, "no task given"),
     ],
 )
-def test_bad_settings(loaded, changes, said):
+def test_measure_refuses_wrong_settings(loaded, changes, said):
     with pytest.raises(HeadwiseError, match=said):
         measure(config("passkey").replace(**changes), loaded)
 
 
-def test_a_model_that_only_slides(tmp_path):
+def test_run_refuses_a_model_with_sliding_layers_only(tmp_path):
     place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
     with pytest.raises(HeadwiseError, match="no layer of mistral sees every token"):
         run(config("passkey", model=str(place)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_no_profile(tmp_path):
+def test_load_profile_refuses_other_files(tmp_path):
     file = tmp_path / FILE
     with pytest.raises(HeadwiseError, match="there is no similarity profile"):
         load(tmp_path)
@@ -265,7 +230,7 @@ def test_files_that_are_no_profile(tmp_path):
     assert load(tmp_path).about == profile.about
 
 
-def test_one_layers_scores_are_held_at_a_time(loaded, monkeypatch):
+def test_measure_holds_one_layer_at_a_time(loaded, monkeypatch):
     held = []
     visit = Accumulator.visit
 
@@ -279,7 +244,7 @@ def test_one_layers_scores_are_held_at_a_time(loaded, monkeypatch):
     assert held
 
 
-def test_ability_is_the_mean_over_the_layers_within_reach():
+def test_ability_is_the_mean_over_the_next_layers():
     mass = np.arange(16, dtype=np.float64).reshape(4, 4)
     assert ability(mass, 2)[:3].tolist() == [1.5, 6.5, 11.0] and np.isnan(ability(mass, 2)[3])
     mass[:, 1] = mass[1] = np.nan
@@ -289,17 +254,17 @@ def test_ability_is_the_mean_over_the_layers_within_reach():
 
 def test_agreement_is_the_correlation_above_the_diagonal():
     random = np.random.default_rng(0)
-    one = random.random((5, 5))
-    below = one + np.tril(random.random((5, 5)))
-    opposite = -2 * one
+    base = random.random((5, 5))
+    below = base + np.tril(random.random((5, 5)))
+    opposite = -2 * base
     other = random.random((5, 5))
-    found = agreement([one, below, opposite, other])
-    np.testing.assert_allclose(found[0, :3], [1, 1, -1])
+    result = agreement([base, below, opposite, other])
+    np.testing.assert_allclose(result[0, :3], [1, 1, -1])
     upper = np.triu_indices(5, 1)
-    assert found[0, 3] == pytest.approx(np.corrcoef(one[upper], other[upper])[0, 1])
-    for mass in (one, other):
+    assert result[0, 3] == pytest.approx(np.corrcoef(base[upper], other[upper])[0, 1])
+    for mass in (base, other):
         mass[2] = mass[:, 2] = np.nan
-    assert np.isfinite(agreement([one, other])).all()
+    assert np.isfinite(agreement([base, other])).all()
     # Too few layers to agree.
     lone = np.full((3, 3), np.nan)
     lone[0, 2] = 0.5

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from artifacts import HeadwiseError
 from profiling.evaluation.intervals import share_of
-from profiling.ledger import Ledger
 from profiling.prompts.tokens import Encoder
 from profiling.streams import report
 from profiling.streams.config import StreamConfig
@@ -43,7 +39,7 @@ def config(tmp_path):
     return config
 
 
-def test_streaming_caches_give_the_same_for_any_chunk(loaded, config):
+def test_stream_of_any_chunk_size_is_the_same(loaded, config):
     policies = (STREAMING, f"{STREAMING},positions=original")
     alone, chunked = (
         run(config(f"out{chunk}", chunk=chunk, block=40, policies=policies, recompute=0), loaded)[1]
@@ -57,7 +53,7 @@ def test_streaming_caches_give_the_same_for_any_chunk(loaded, config):
         assert many["cache_bytes"] == one["cache_bytes"] and len(set(one["cache_bytes"])) == 1
 
 
-def test_methods_agree_with_plain_forwards(loaded, config):
+def test_stream_methods_equal_plain_forwards(loaded, config):
     """Before the window is full all methods are dense."""
     stream = config(stride=1, block=8, chunk=8, tokens=60)
     rows, record = run(stream, loaded)
@@ -104,44 +100,7 @@ def test_ratio_interval_has_one_sample_a_window():
     assert report.rows(both, stream, window=100)[1].ratio is None
 
 
-def test_a_killed_run_resumes_with_the_same_result(loaded, config, monkeypatch):
-    """Killed after a block was kept, in two methods."""
-    policies = (STREAMING, "full")
-    _, whole = run(config("whole", policies=policies), loaded)
-    put = Ledger.put
-    for after in (6, 11):
-
-        def once(ledger, unit, value, after=after):
-            put(ledger, unit, value)
-            if len(ledger) > after:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(Ledger, "put", once)
-        with pytest.raises(KeyboardInterrupt):
-            run(config(policies=policies), loaded)
-        units = list((config().out / "stream.json.stream.ledger").glob("*.unit"))
-        assert len(units) == after + 1
-    monkeypatch.setattr(Ledger, "put", put)
-    _, record = run(config(policies=policies), loaded)
-    for name, blocks in whole["blocks"].items():
-        assert record["blocks"][name]["nll"] == blocks["nll"]
-    assert [path.name for path in config().out.iterdir()] == ["stream.json"]
-
-
-def test_a_run_of_another_stream_is_refused(loaded, config):
-    stream = config()
-    stream.out.mkdir()
-    with Ledger(stream.out / "stream.json", "stream", settings={"model": "other"}) as ledger:
-        ledger.put(ledger.unit("streaming 0"), 1)
-    with pytest.raises(HeadwiseError, match="belongs to another run: its model is 'other'"):
-        run(stream, loaded)
-    run(config(fresh=True, policies=("full",), command="as typed"), loaded)
-    record = json.loads((stream.out / "stream.json").read_text())
-    assert record["command"] == "as typed" and record["environment"]["torch"] == torch.__version__
-    assert list(record["blocks"]) == ["full", "recomputed"]
-
-
-def test_a_short_text_is_repeated(tmp_path):
+def test_text_stream_repeats_a_short_text(tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("The river and the old clerk.")
     encode = Encoder(byte_level(bos=True))

@@ -1,4 +1,4 @@
-"""Policies by name and in memory, eviction at random, and error by what a cache keeps."""
+"""Policies by name and in memory, random eviction, and error by the retained fraction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loaded(family: str) -> LoadedModel:
     return LoadedModel(tiny(family), None, family, None)
 
 
-def test_policies_are_read():
+def test_parse_policy_reads_names_and_fields():
     assert parse_policy("h2o") == H2O()
     expected = H2O(heavy=400, recent=0.1, normalised=True)
     assert parse_policy("h2o:heavy=400,recent=0.1,normalised=true") == expected
@@ -42,12 +42,12 @@ def test_policies_are_read():
         ("streaming:window=0", "window: Input should be greater than or equal to 1"),
     ],
 )
-def test_what_is_no_policy(text, said):
+def test_parse_policy_refuses_other_text(text, said):
     with pytest.raises(HeadwiseError, match=said):
         parse_policy(text)
 
 
-def test_a_model_that_slides_throughout_is_refused():
+def test_with_policy_refuses_a_model_with_sliding_layers_only():
     with pytest.raises(HeadwiseError, match="no layer of Mistral sees every token"):
         with_policy(loaded("Mistral"), Streaming())
 
@@ -58,35 +58,35 @@ LENGTH, RECORD = 90, SnapKV(budget=40, window=8)
 def kept_places(model: LoadedModel, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     """Find the positions of each policy layer's kept keys by KV head, (G, n), in a full cache."""
     full = model.model(ids, use_cache=True).past_key_values
-    found = []
+    result = []
     for layer, whole in zip(cache.layers, full.layers, strict=True):
         if layer.is_sliding:
             continue
         (policy,) = layer.policies
         apart = torch.cdist(policy.keys[0, :, : policy.kept[0]], whole.keys[0])
-        found.append(apart.argmin(-1))
+        result.append(apart.argmin(-1))
         assert apart.min(-1).values.max() < 0.05
-    return found
+    return result
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_it_keeps_start_and_end_and_draws_the_rest(family):
+def test_random_eviction_keeps_start_end_and_random_tokens(family):
     model = loaded(family)
     headwise = with_policy(model, RECORD)
     ids = torch.randint(3, 97, (1, LENGTH))
-    found = []
+    result = []
     with headwise.apply(model.model):
         for seed in (0, 0, 1):
             cache = drawing(headwise.new_cache(model.model), RECORD, seed=seed)
             output = model.model(ids, past_key_values=cache)
             after = copy.deepcopy(cache)
             model.model(ids[:, :3], past_key_values=after)
-            found.append((cache, output.logits))
+            result.append((cache, output.logits))
             assert {layer.mean_kept for layer in after.layers if not layer.is_sliding} == {43}
-    sliding = [layer.kept for layer in memory_report(found[0][0]).layers if layer.kept != 40]
+    sliding = [layer.kept for layer in memory_report(result[0][0]).layers if layer.kept != 40]
     assert sliding == ([16, 16] if family == "Gemma3" else [])
-    places = [kept_places(model, cache, ids) for cache, _ in found]
+    places = [kept_places(model, cache, ids) for cache, _ in result]
     for layer in places[0]:
         assert layer.shape[1] == 40
         for head in layer.tolist():
@@ -108,11 +108,11 @@ def random_prompt(length: int) -> Prompt:
     return Prompt(tuple(ids.tolist()), None)
 
 
-def test_kept_and_error_are_those_of_full_attention_weights(monkeypatch):
+def test_budget_curves_match_full_attention_weights(monkeypatch):
     monkeypatch.setattr(budget_curves, "_PLACES", 2)
     llama, prompt, length = loaded("Llama"), random_prompt(150), 150
-    found = measure(llama, [prompt], SHARES)
-    assert found.layers == [0, 1, 2] and found.error.shape == (3, 2, 3)
+    result = measure(llama, [prompt], SHARES)
+    assert result.layers == [0, 1, 2] and result.error.shape == (3, 2, 3)
     # Places are the first block after a quarter of the prompt, and the last.
     places = [(48, 64), (144, 150)]
     states = {}
@@ -140,16 +140,18 @@ def test_kept_and_error_are_those_of_full_attention_weights(monkeypatch):
                     square = states[inputs.layer][begin:end].square().sum(-1)
                     kept[head] += mass.mean() / 2
                     error[head] += (out.square().sum(-1) / square).mean() / 2
-            np.testing.assert_allclose(found.kept[inputs.layer, :, i], kept, rtol=1e-3)
-            np.testing.assert_allclose(found.error[inputs.layer, :, i], error, rtol=1e-2, atol=1e-6)
+            np.testing.assert_allclose(result.kept[inputs.layer, :, i], kept, rtol=1e-3)
+            np.testing.assert_allclose(
+                result.error[inputs.layer, :, i], error, rtol=1e-2, atol=1e-6
+            )
 
     capture(llama.model, torch.tensor([prompt.input_ids]), visit)
 
 
-def test_layers_that_slide_are_left_out():
-    found = measure(loaded("Gemma3"), [random_prompt(100)], SHARES)
-    assert found.layers == [1]
-    assert np.isnan(found.error[[0, 2]]).all() and np.isfinite(found.error[1]).all()
-    assert (np.diff(found.kept[1], axis=-1) > 0).all()
+def test_budget_curves_leave_out_sliding_layers():
+    result = measure(loaded("Gemma3"), [random_prompt(100)], SHARES)
+    assert result.layers == [1]
+    assert np.isnan(result.error[[0, 2]]).all() and np.isfinite(result.error[1]).all()
+    assert (np.diff(result.kept[1], axis=-1) > 0).all()
     with pytest.raises(HeadwiseError, match="no layer of Mistral sees every token"):
         measure(loaded("Mistral"), [random_prompt(100)], SHARES)

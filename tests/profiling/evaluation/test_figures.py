@@ -17,10 +17,10 @@ from profiling.evaluation.times import Times
 
 
 def rows(method, records, task="passkey", depth=None, length=100, seeds=1, units=None) -> list[Row]:
-    """Rows of trials' records, each with a unit of its own if none is given."""
-    made = []
+    """Rows of trials' records, each each a separate unit if `units` is None."""
+    new_rows = []
     for at, record in enumerate(records):
-        made += rows_of(
+        new_rows += rows_of(
             record,
             task=task,
             length=length,
@@ -31,7 +31,7 @@ def rows(method, records, task="passkey", depth=None, length=100, seeds=1, units
             questions=1,
             depth=depth,
         )
-    return made
+    return new_rows
 
 
 def scored(method, scores, task="passkey", **more) -> list[Row]:
@@ -43,19 +43,19 @@ def text(method, *windows) -> list[Row]:
     return rows(method, [{"blocks": w, "forced": w[-1]} for w in windows], "text:a.txt")
 
 
-def of(found, method, measure, task="passkey", length=100):
+def of(result, method, measure, task="passkey", length=100):
     wanted = (method, measure, task, length)
-    return next(f for f in found if (f.method, f.measure, f.task, f.length) == wanted)
+    return next(f for f in result if (f.method, f.measure, f.task, f.length) == wanted)
 
 
-def test_verdict_only_where_chance_is_ruled_out():
+def test_summarize_gives_a_verdict_only_if_significant():
     right, few, none = [1.0] * 12, [1.0] * 11 + [0.0], [0.0] * 12
-    found = summarize(scored("dense", right) + scored("near", few) + scored("far", none))
-    near, far = of(found, "near", SCORE), of(found, "far", SCORE)
+    result = summarize(scored("dense", right) + scored("near", few) + scored("far", none))
+    near, far = of(result, "near", SCORE), of(result, "far", SCORE)
     assert near.value == pytest.approx(11 / 12) and near.verdict == "" and near.difference_high >= 0
     assert far.value == 0 and far.verdict == "worse"
     assert far.difference == -1 and far.difference_high < 0
-    loss = of(found, "far", NLL)
+    loss = of(result, "far", NLL)
     assert loss.verdict == "worse" and loss.difference == pytest.approx(1)
     same = summarize(text("dense", *[[1.0]] * 9) + text("sum", *[[1.0 + 1e-6]] * 9))
     assert of(same, "sum", PERPLEXITY, "text:a.txt").verdict == ""
@@ -64,50 +64,50 @@ def test_verdict_only_where_chance_is_ruled_out():
     assert of(better, "dense", SCORE).difference is None
 
 
-def test_tasks_are_pooled_and_depths_are_one_task():
+def test_summarize_pools_tasks_and_depths():
     needles = scored("dense", [1, 0], "needle", depth=0.0)
     needles += scored("dense", [1, 1], "needle", depth=1.0)
     passkey = scored("dense", [0, 0], "passkey")
-    found = summarize([*needles, *passkey, *text("dense", [1.0], [1.0])])
-    needle = of(found, "dense", SCORE, "needle")
+    result = summarize([*needles, *passkey, *text("dense", [1.0], [1.0])])
+    needle = of(result, "dense", SCORE, "needle")
     assert (needle.count, needle.value) == (2, 0.75), "the same needle at two depths is one"
-    pooled = of(found, "dense", SCORE, ALL)
+    pooled = of(result, "dense", SCORE, ALL)
     assert (pooled.count, pooled.value) == (4, pytest.approx(1.5 / 4))
     assert [(cell.depth, cell.score) for cell in grid(needles)] == [(0.0, 0.5), (1.0, 1.0)]
 
 
-def test_perplexity_is_that_of_windows_and_its_difference_a_ratio():
+def test_summarize_perplexity_of_windows_and_its_ratio():
     low, high = [[1.0, 2.0], [1.5, 2.5]], [[1.1, 2.1], [1.6, 2.6]]
-    found = summarize(text("dense", *low) + text("sparse", *high))
-    own = of(found, "sparse", PERPLEXITY, "text:a.txt")
+    result = summarize(text("dense", *low) + text("sparse", *high))
+    own = of(result, "sparse", PERPLEXITY, "text:a.txt")
     assert own.value == pytest.approx(math.exp(1.85)) and own.count == 2
     assert own.difference == pytest.approx(math.expm1(0.1)) and own.low < own.value < own.high
     (curve,) = curves(text("dense", *low))
     assert curve.perplexity == pytest.approx((math.exp(1.25), math.exp(2.25)))
 
 
-def test_questions_of_one_context_are_one_unit():
+def test_summarize_questions_of_one_context_are_one_unit():
     records = [{"score": score} for score in (1.0, 0.0, 1.0, 1.0)]
-    (found,) = summarize(rows("dense", records, units=(0, 0, 1, 1)))
-    assert (found.count, found.value) == (2, 0.75)
+    (result,) = summarize(rows("dense", records, units=(0, 0, 1, 1)))
+    assert (result.count, result.value) == (2, 0.75)
 
 
-def test_a_measure_that_a_prompt_lacks_has_no_estimate():
+def test_summarize_without_a_measure_on_every_prompt_omits_it():
     records = [{"score": 1.0, "nll": 1.0}, {"score": 0.0, "nll": None}, {"blocks": [1.0]}]
-    found = summarize(rows("dense", records[:2]) + rows("dense", records, "jsonl:a"))
-    assert [(each.task, each.measure) for each in found] == [("passkey", SCORE)]
+    result = summarize(rows("dense", records[:2]) + rows("dense", records, "jsonl:a"))
+    assert [(each.task, each.measure) for each in result] == [("passkey", SCORE)]
 
 
-def test_how_many_prompts_a_loss_takes_follows_from_the_pairs():
+def test_summarize_counts_the_prompts_needed():
     # Differences -1, 0, 0, 0: a spread of 0.5, and (2.8016 * 0.5 / 0.05)^2.
-    found = summarize(scored("dense", [1.0] * 4) + scored("m", [0.0, 1.0, 1.0, 1.0]))
-    assert of(found, "m", SCORE).needed == math.ceil((2.80159 * 0.5 / 0.05) ** 2) == 785
-    assert of(found, "m", NLL).needed is None and of(found, "dense", SCORE).needed is None
+    result = summarize(scored("dense", [1.0] * 4) + scored("m", [0.0, 1.0, 1.0, 1.0]))
+    assert of(result, "m", SCORE).needed == math.ceil((2.80159 * 0.5 / 0.05) ** 2) == 785
+    assert of(result, "m", NLL).needed is None and of(result, "dense", SCORE).needed is None
     alone = summarize(scored("dense", [1.0]) + scored("m", [0.0]))
     assert of(alone, "m", SCORE).needed is None, "one prompt has no spread"
 
 
-def test_all_comparisons_are_corrected_together():
+def test_summarize_corrects_all_comparisons_together():
     # Of 8 pairs all favour dense: p is 2 / 2^8. Three such comparisons, one a measure, are worse;
     # of seven none is: 7 / 128.
     right, wrong = [1.0] * 8, [0.0] * 8
@@ -127,39 +127,44 @@ def test_all_comparisons_are_corrected_together():
     assert of(summarize(own + other), "m", SCORE).corrected == 6 / 128
 
 
-def test_a_method_that_ran_on_fewer_prompts_is_paired_with_dense_on_these():
+def test_summarize_pairs_a_method_with_dense_on_its_prompts():
     def some(method, units, scores, task):
         return rows(method, [{"score": score} for score in scores], task, units=units)
 
     both = [*some("dense", (0, 1, 2), [1.0, 0.0, 1.0], "u")]
     both += some("dense", (0, 1, 2), [1.0, 0.0, 1.0], "t")
-    found = summarize([*both, *some("m", (2, 0), [0.0, 1.0], "t")])
-    assert of(found, "m", SCORE, "t").difference == -0.5 and of(found, "m", SCORE, "t").count == 2
-    assert of(found, "dense", SCORE, "t").count == 3
-    pooled = [each.method for each in found if each.task == ALL]
+    result = summarize([*both, *some("m", (2, 0), [0.0, 1.0], "t")])
+    assert of(result, "m", SCORE, "t").difference == -0.5 and of(result, "m", SCORE, "t").count == 2
+    assert of(result, "dense", SCORE, "t").count == 3
+    pooled = [each.method for each in result if each.task == ALL]
     assert pooled == ["dense"], "a mean of other tasks is no method's of all"
 
 
-def test_differences_of_each_seed():
-    def found(seeds):
+def test_summarize_differences_by_seed():
+    def result(seeds):
         dense = scored("dense", [1.0, 1.0, 0.0, 1.0], seeds=seeds)
         return summarize(dense + scored("m", [0.0, 0.0, 0.0, 1.0], seeds=seeds))
 
-    two = found(2)
+    two = result(2)
     assert of(two, "m", SCORE).by_seed == (-1.0, 0.0) and of(two, "dense", SCORE).by_seed == ()
-    assert of(found(1), "m", SCORE).by_seed == ()
+    assert of(result(1), "m", SCORE).by_seed == ()
 
 
-def test_a_divergence_has_no_test_and_is_never_below_0():
+def test_summarize_kl_has_no_p_value_and_is_not_negative():
     near = rows("m", [{"kl": 0.01}, {"kl": 0.2}])
-    found = of(summarize(scored("dense", [1.0, 1.0]) + near), "m", KL)
-    assert (found.value, found.low, found.p, found.few) == (pytest.approx(0.105), 0.0, None, False)
-    assert found.high > 0.2
+    result = of(summarize(scored("dense", [1.0, 1.0]) + near), "m", KL)
+    assert (result.value, result.low, result.p, result.few) == (
+        pytest.approx(0.105),
+        0.0,
+        None,
+        False,
+    )
+    assert result.high > 0.2
 
 
-def test_accuracy_of_tokens_is_a_score():
-    found = summarize(scored("dense", [1.0] * 4))
-    assert of(found, "dense", ACCURACY).low > 0
+def test_summarize_token_accuracy_is_a_score():
+    result = summarize(scored("dense", [1.0] * 4))
+    assert of(result, "dense", ACCURACY).low > 0
 
 
 def times() -> Times:
@@ -176,7 +181,7 @@ def times() -> Times:
     return Times(prefill=prefill, attention=attention, decode=prefill, memory={})
 
 
-def test_seconds_of_other_rounds_compare():
+def test_timed_record_compares_methods_of_different_rounds():
     record = timed_record(times())
     seconds = {each["method"]: each["seconds"] for each in record["prefill"]}
     assert seconds == {"a_shape": 1.0, "headwise": 1.0, "dense": 4.0, "dense_kernel": 2.0}
@@ -218,11 +223,11 @@ def record(**changes: Any) -> dict[str, Any]:
 def cells(html: str) -> dict[str, list[str]]:
     """Cells of the table by method, without intervals."""
     body = html.split("<tbody>")[1].split("</tbody>")[0]
-    found = {}
+    result = {}
     for row in body.split("<tr>")[1:]:
         name = re.findall(r'<th scope="row">(.*?)</th>', row)[0]
-        found[name] = re.findall(r"<td[^>]*>([^<]*)", row)
-    return found
+        result[name] = re.findall(r"<td[^>]*>([^<]*)", row)
+    return result
 
 
 COLUMNS = [
@@ -244,12 +249,12 @@ def test_page_has_the_numbers_of_the_record():
     bar = 'class="bar" style="left:12.5%;width:17.5%"></span>'
     assert re.search(rf'{bar}\s*<span class="dot" style="left:25.0%"', html)
     assert re.findall(r'<th scope="col">([^<]*)', html) == ["method", *COLUMNS]
-    found = cells(html)
-    assert found["headwise"][:7] == VALUES
-    dense = [found[name][3] for name in ("dense", "dense_kernel", "a_shape")]
+    result = cells(html)
+    assert result["headwise"][:7] == VALUES
+    dense = [result[name][3] for name in ("dense", "dense_kernel", "a_shape")]
     assert dense == ["3.000", "1.000", "-"]
-    marked = [found[name][6] for name in ("a_shape", "vertical", "oracle")]
-    assert marked == ["0.250-", "0.600?", "0.950+"] and found["oracle"][0] == "-"
+    marked = [result[name][6] for name in ("a_shape", "vertical", "oracle")]
+    assert marked == ["0.250-", "0.600?", "0.950+"] and result["oracle"][0] == "-"
     assert "no&lt;thing" not in html, "nothing was measured"
 
 
@@ -261,9 +266,9 @@ def test_markdown_has_the_same_table():
         if line.startswith("| ")
     ]
     assert rows[0] == ["method", *COLUMNS]
-    found = {row[0]: row[1:] for row in rows[2:]}
+    result = {row[0]: row[1:] for row in rows[2:]}
     html = cells(page(record()))
-    assert found == html and found["headwise"][:7] == VALUES
+    assert result == html and result["headwise"][:7] == VALUES
     assert lines[0] == "## 64 tokens" and lines[2].startswith("Seconds to the first token")
 
 

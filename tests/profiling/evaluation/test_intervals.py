@@ -1,4 +1,4 @@
-"""Intervals against values worked out by hand."""
+"""Intervals against values computed by hand."""
 
 from __future__ import annotations
 
@@ -22,40 +22,42 @@ from profiling.evaluation.intervals import (
 Z = 1.959963984540054
 
 
-def test_wilson_by_its_formula():
-    found = wilson(8, 10)
+def test_wilson_equals_its_formula():
+    result = wilson(8, 10)
     middle = (0.8 + Z**2 / 20) / (1 + Z**2 / 10)
     half = Z / (1 + Z**2 / 10) * math.sqrt(0.8 * 0.2 / 10 + Z**2 / 400)
-    assert (found.value, found.count) == (0.8, 10)
-    assert (found.low, found.high) == pytest.approx((middle - half, middle + half))
-    assert (found.low, found.high) == pytest.approx((0.490, 0.943), abs=5e-4)
+    assert (result.value, result.count) == (0.8, 10)
+    assert (result.low, result.high) == pytest.approx((middle - half, middle + half))
+    assert (result.low, result.high) == pytest.approx((0.490, 0.943), abs=5e-4)
 
 
 @pytest.mark.parametrize("count, quantile", [(2, 12.706), (4, 3.182), (8, 2.365), (31, 2.042)])
-def test_student_by_the_table(count, quantile):
+def test_student_equals_the_t_table(count, quantile):
     values = np.random.default_rng(0).standard_normal(count).tolist()
     middle, half = np.mean(values), quantile * np.std(values, ddof=1) / count**0.5
-    found = student(values)
-    assert found.value == pytest.approx(middle)
-    assert (found.low, found.high) == pytest.approx((middle - half, middle + half), rel=2e-3)
+    result = student(values)
+    assert result.value == pytest.approx(middle)
+    assert (result.low, result.high) == pytest.approx((middle - half, middle + half), rel=2e-3)
 
 
-def test_wilson_of_all_and_none_leaves_room_for_doubt():
+def test_wilson_of_all_or_none_has_a_width():
     assert wilson(20, 20).low == pytest.approx(1 / (1 + Z**2 / 20)) and wilson(20, 20).high == 1
     assert wilson(0, 20).low == 0 and wilson(0, 20).high == pytest.approx(1 - wilson(20, 20).low)
     assert wilson(20, 20).low < wilson(40, 40).low < 1
     assert wilson(5, 10, confidence=0.5).high < wilson(5, 10).high
 
 
-def test_a_share_by_hand():
+def test_share_of_equals_a_hand_computed_ratio():
     # 1 of 2 and 1 of 4 are a third of all; at a third each would have 1/3 less and 1/3 more, of 3
     # answers a context.
-    found, made = share_of([1, 1], [2, 4]), student([1 / 3 + 1 / 9, 1 / 3 - 1 / 9])
-    assert (found.value, found.low, found.high) == pytest.approx((1 / 3, made.low, made.high))
+    result, expected = share_of([1, 1], [2, 4]), student([1 / 3 + 1 / 9, 1 / 3 - 1 / 9])
+    assert (result.value, result.low, result.high) == pytest.approx(
+        (1 / 3, expected.low, expected.high)
+    )
     assert share_of([0, 0], [0, 0]).value == 0
 
 
-def test_scores_stay_scores():
+def test_mean_interval_stays_between_0_and_1():
     assert mean_interval([1, 0, 1.0, True]) == wilson(3, 4)
     scores = [0.5, 0, 1, 1]
     assert (mean_interval(scores).low, mean_interval(scores).high) == (0, 1)
@@ -65,23 +67,23 @@ def test_scores_stay_scores():
     assert student([0.7]).low == student([0.7]).high == 0.7
 
 
-def test_newcombe_by_its_formula():
+def test_paired_difference_equals_newcombes_formula():
     # 7 both right, 3 only the first, 1 only the second, 9 neither.
     a = [1] * 7 + [1] * 3 + [0] * 1 + [0] * 9
     b = [1] * 7 + [0] * 3 + [1] * 1 + [0] * 9
-    found = paired_difference(a, b)
+    result = paired_difference(a, b)
     one, two = wilson(10, 20), wilson(8, 20)
     phi = (7 * 9 - 3 * 1 - 20 / 2) / math.sqrt(10 * 10 * 8 * 12)
     down, up = 0.5 - one.low, two.high - 0.4
     low = 0.1 - math.sqrt(down**2 - 2 * phi * down * up + up**2)
     down, up = one.high - 0.5, 0.4 - two.low
     high = 0.1 + math.sqrt(down**2 - 2 * phi * down * up + up**2)
-    assert (found.value, found.low, found.high) == pytest.approx((0.1, low, high))
+    assert (result.value, result.low, result.high) == pytest.approx((0.1, low, high))
     other = paired_difference(b, a)
     assert (other.value, other.low, other.high) == pytest.approx((-0.1, -high, -low))
 
 
-def test_bad_use():
+def test_intervals_refuse_wrong_arguments():
     for scores in ([], [float("nan")], [1, float("inf")]):
         with pytest.raises(HeadwiseError, match="at least one score, each a finite number"):
             mean_interval(scores)
@@ -93,7 +95,7 @@ def test_bad_use():
         wilson(1, 2, confidence=95)
 
 
-def test_signs_are_flipped_in_every_way():
+def test_sign_flip_equals_exact_counts():
     # Of the 8 ways to sign 1, 2 and 4 two have a sum as far from 0 as 7, and four one as far as 5:
     # 7, 5 (-1), and less.
     assert sign_flip([1, 2, 4]) == 2 / 8
@@ -102,21 +104,21 @@ def test_signs_are_flipped_in_every_way():
     # Right and wrong answers: 9 against 1 of 10 that differ is McNemar's exact test, 2 (1 + 10) /
     # 2^10.
     assert sign_flip([1] * 9 + [-1] + [0] * 30) == pytest.approx(22 / 1024)
-    # Too many to count them all: near what counting gives, and never 0.
+    # With sampled signs: near the exact count, and never 0.
     some = np.random.default_rng(3).normal(0.5, 1, 13).tolist()
     counted = sign_flip(some, resamples=1 << 13)
     assert sign_flip(some, resamples=9000) == pytest.approx(counted, abs=0.02)
     assert sign_flip([1.0] * 60, resamples=999) == 1 / 1000
 
 
-def test_holm_by_hand():
+def test_holm_equals_a_hand_computed_correction():
     # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, and the last no less than
     # the one before.
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == [] and holm([0.2]) == [0.2] and holm([0.9, 0.8]) == [1, 1]
 
 
-def test_how_many_prompts_tell_a_loss():
+def test_prompts_needed_equals_the_power_formula():
     # A spread of 1: (1.96 + 0.8416)^2 = 7.849 over 0.05^2.
     assert prompts_needed([-1, 0, 1]) == math.ceil(7.84888 / 0.0025)
     assert prompts_needed([0.1, 0.1, 0.1]) == 6

@@ -47,19 +47,21 @@ def folder(tmp_path_factory):
     # The harness starts texts that have no context with one of these.
     tokenizer.add_special_tokens({"eos_token": "<end>", "pad_token": "<end>"})
     tokenizer.save_pretrained(model)
-    kept = artifacts.KVCache(policies={"half": artifacts.SnapKV(budget=0.5)}, layers=("half",) * 3)
-    for name, more in (("cfg", {}), ("kept", {"kv_cache": kept})):
-        made = artifacts.Artifact(
+    retained = artifacts.KVCache(
+        policies={"half": artifacts.SnapKV(budget=0.5)}, layers=("half",) * 3
+    )
+    for name, more in (("cfg", {}), ("kept", {"kv_cache": retained})):
+        artifact = artifacts.Artifact(
             model=fingerprint(load_model(str(model), dtype="float32").model, name="tiny"),
             search=search_info(ROWS, PATTERNS),
             patterns=PATTERNS,
             prefill=artifacts.Prefill(dense_below=500, dense_tail=0, layers=ROWS),
             **more,
         )
-        artifacts.save(made, folder / f"{name}.yaml")
+        artifacts.save(artifact, folder / f"{name}.yaml")
     for name, length in zip(NAMES, LENGTHS, strict=True):
         prompts = make_prompts(TASK, tokenizer, length=length, samples=SAMPLES, seed=SEED)
-        # The harness's model adds what the tokenizer starts a sequence with.
+        # The harness's model adds the tokenizer's prefix.
         start = len(Encoder(tokenizer).prefix)
         prompt_rows = [
             {"text": tokenizer.decode(prompt.input_ids[start:]), "answer": prompt.answer}
@@ -129,9 +131,9 @@ def harness(folder, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["dense", "headwise"])
-def test_answers_are_those_of_the_evaluation(harness, folder, method):
+def test_harness_answers_equal_those_of_evaluate(harness, folder, method):
     path = folder / "cfg.yaml"
-    results, found = harness("dense" if method == "dense" else str(path), *NAMES)
+    results, answers = harness("dense" if method == "dense" else str(path), *NAMES)
     loaded = load_model(str(folder / "tiny"), dtype="float32")
     methods = Methods(loaded, *artifacts.load_pair(path))
     texts = {"dense": {}, "headwise": {}}
@@ -145,7 +147,7 @@ def test_answers_are_those_of_the_evaluation(harness, folder, method):
     # The artifact makes a difference, or agreement would say nothing.
     assert texts["dense"] != texts["headwise"]
     for name, length in zip(NAMES, LENGTHS, strict=True):
-        assert [text.strip() for ((text,),) in found[name]] == texts[method][length]
+        assert [text.strip() for ((text,),) in answers[name]] == texts[method][length]
     if method == "headwise":
         assert results["config"]["headwise_calls"]["sparse"] == 2 * len(LENGTHS) * SAMPLES
         hashed = artifacts.load(path).content_sha256
@@ -153,7 +155,7 @@ def test_answers_are_those_of_the_evaluation(harness, folder, method):
 
 
 @pytest.mark.parametrize("config", ["cfg", "kept"])
-def test_padding_changes_nothing(harness, folder, config):
+def test_harness_padding_does_not_change_answers(harness, folder, config):
     alone, together = (
         harness(str(folder / f"{config}.yaml"), "choose", *NAMES, batch=n)[1] for n in (1, 4)
     )
@@ -165,7 +167,7 @@ def test_padding_changes_nothing(harness, folder, config):
     assert all(a == pytest.approx(b, abs=1e-3) for a, b in pairs)
 
 
-def test_log_likelihoods_are_by_the_patterns(harness, folder):
+def test_harness_log_likelihoods_use_the_patterns(harness, folder):
     dense, sparse = (
         _numbers(harness(name, "choose")[1]["choose"])
         for name in ("dense", str(folder / "cfg.yaml"))
@@ -175,7 +177,7 @@ def test_log_likelihoods_are_by_the_patterns(harness, folder):
     assert not any(far[:8]) and all(far[8:])
 
 
-def test_an_artifact_that_is_not_there_is_refused(harness, tmp_path):
+def test_harness_without_an_artifact_is_refused(harness, tmp_path):
     with pytest.raises(HeadwiseError, match="needs config=ARTIFACT in --model_args"):
         harness("", "choose")
     with pytest.raises(HeadwiseError, match="no such file"):

@@ -1,4 +1,4 @@
-"""Inputs of layers and of decode steps against eager attention; the model is left as it was."""
+"""Inputs of layers and decode steps equal eager attention; the model is restored."""
 
 from __future__ import annotations
 
@@ -63,41 +63,41 @@ def flat(x: LayerInputs) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "length"), [*((family, 75) for family in FAMILIES), ("Gemma3", 1), ("Gemma3", 300)]
 )
-def test_captured_tensors_reproduce_each_layers_output(family, length):
+def test_capture_tensors_reproduce_each_layers_output(family, length):
     model = tiny(family)
     if family != "GptOss":
         # In float32 rounding of earlier layers exceeds the bound on some processors. The code of
         # GPT-OSS has steps that are float32 whatever the weights are.
         model = model.double()
     expected = attention_outputs(model, tokens(length))
-    found = []
+    result = []
     got = []
 
     def visit(x):
-        found.append(x)
+        result.append(x)
         got.append(flat(x))
 
     capture(model, tokens(length), visit)
-    assert [x.layer for x in found] == [0, 1, 2]
-    assert [x.sliding_window for x in found] == WINDOWS.get(family, [None] * 3)
+    assert [x.layer for x in result] == [0, 1, 2]
+    assert [x.sliding_window for x in result] == WINDOWS.get(family, [None] * 3)
     expected = [each.float() for each in expected]
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
-    for x in found:
+    for x in result:
         assert x.k.shape[1] == (4 if family == "GPTNeoX" else 2), "keys must come unrepeated"
         assert (x.softcap is not None) == (family == "Gemma2")
         assert (x.sinks is not None) == (family == "GptOss")
 
 
 @pytest.mark.parametrize("module", [capturing, decode_capture])
-def test_the_model_is_left_as_it_was_when_a_visit_fails(module):
+def test_capture_that_fails_restores_the_model(module):
     model = tiny("Gemma3").train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     model.set_attn_implementation("eager")
 
-    def visit(*given):
+    def visit(*arguments):
         assert model.config._attn_implementation == module.CAPTURE_NAME and not model.training
-        if given[-1].layer == 1:
+        if arguments[-1].layer == 1:
             raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
@@ -114,19 +114,19 @@ def test_the_model_is_left_as_it_was_when_a_visit_fails(module):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["MambaForCausalLM", "BertLMHeadModel", "MptForCausalLM"])
-def test_a_model_without_attention_that_can_be_reached(family):
+def test_capture_refuses_a_model_without_attention(family):
     """None at all, one that is not causal, one that does not go through the interface."""
     with pytest.raises(HeadwiseError, match="model without attention that Headwise can serve"):
         capture(refused_model(family), tokens(), lambda x: None)
 
 
-def test_a_hybrid_models_other_layers_are_passed_by():
+def test_capture_skips_layers_without_attention():
     seen = []
     capture(tiny("Lfm2"), tokens(), lambda x: seen.append(x.layer))
     assert seen == [1]
 
 
-def test_a_chunked_layer_is_local():
+def test_capture_of_a_chunked_layer_has_a_window():
     model = tiny("Llama4")
     windows = []
     with torch.no_grad():
@@ -162,17 +162,17 @@ def grown() -> int:
 
 
 @pytest.mark.exhaustive
-def test_memory_grows_linearly_with_the_prompt():
+def test_capture_memory_grows_linearly_with_the_prompt():
     """A bool mask of 12,000 x 12,000 would be 137 MiB, for sliding-window layers too.
 
-    In a process of its own: where others have used more before, no peak would show.
+    In a separate process: an earlier, higher peak of this one would hide the rise.
     """
     command = [sys.executable, "-c", f"from {__name__} import grown; print(grown())"]
     assert 0 < int(subprocess.check_output(command, cwd=ROOT)) < 400 * 2**20
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 0)])
-def test_only_one_unpadded_prompt(shape):
+def test_capture_refuses_other_shapes_than_one_prompt(shape):
     with pytest.raises(ValueError, match=r"\(1, S\)"):
         capture(tiny("Llama"), torch.zeros(shape, dtype=torch.long), lambda x: None)
 
@@ -182,24 +182,24 @@ LENGTH, STEPS, TAIL = 60, 5, 3
 
 def decoded(model, ids, **options):
     """Probabilities by step and layer, the new tokens, and the order of the calls."""
-    found = {}
+    result = {}
     order = []
 
     def visit(step, x):
         assert x.q.shape[2] == 1 and x.k.shape[2] == x.v.shape[2]
-        found[step, x.layer] = x.probabilities
+        result[step, x.layer] = x.probabilities
         order.append((step, x.layer, x.sliding_window))
 
     options = {"steps": STEPS, "tail": TAIL} | options
     new = capture_decode(model, ids, visit, order.append, **options)
-    return found, new, order
+    return result, new, order
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPTNeoX", "Gemma2", "GptOss", "Llama4"])
-def test_each_step_is_a_row_of_eager_attention(family):
+def test_capture_decode_steps_equal_rows_of_eager_attention(family):
     model = tiny(family)
     ids = tokens(LENGTH)
-    found, new, order = decoded(model, ids)
+    result, new, order = decoded(model, ids)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         whole = torch.cat([ids, torch.tensor([new])], dim=1)
@@ -209,7 +209,7 @@ def test_each_step_is_a_row_of_eager_attention(family):
     assert order == [
         x for step in range(-TAIL, STEPS) for x in (*((step, *layer) for layer in layers), step)
     ]
-    for (step, layer), probabilities in found.items():
+    for (step, layer), probabilities in result.items():
         row = expected[layer][0, :, LENGTH - 1 + step, : LENGTH + step]
         width = probabilities.shape[1]
         assert width == min(windows[layer] or LENGTH + STEPS, row.shape[1])
@@ -218,7 +218,7 @@ def test_each_step_is_a_row_of_eager_attention(family):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "GPTNeoX"])
-def test_the_models_own_tokens_are_those_of_generate(family):
+def test_capture_decode_tokens_equal_generate(family):
     model = tiny(family)
     ids = tokens(LENGTH)
     wanted = model.generate(
@@ -229,17 +229,17 @@ def test_the_models_own_tokens_are_those_of_generate(family):
     assert int(wanted[0]) not in avoided
 
 
-def test_a_given_continuation_is_fed_and_then_the_models_own_tokens_follow():
+def test_capture_decode_of_a_continuation_goes_first():
     model = tiny("Llama")
-    given = (5, 9, 5)
-    found, new, _ = decoded(model, tokens(LENGTH), continuation=given, tail=0)
-    assert new[:3] == given and min(found)[0] == 0
+    fed = (5, 9, 5)
+    result, new, _ = decoded(model, tokens(LENGTH), continuation=fed, tail=0)
+    assert new[:3] == fed and min(result)[0] == 0
     with torch.no_grad():
         logits = model(torch.cat([tokens(LENGTH), torch.tensor([new])], dim=1)).logits[0]
     assert tuple(logits[LENGTH - 1 : -1].argmax(-1)[3:].tolist()) == new[3:]
 
 
 @pytest.mark.parametrize(("length", "steps", "tail"), [(3, 1, 2), (1, 1, 0), (9, 0, 0), (9, 1, -1)])
-def test_sizes_that_do_not_fit(length, steps, tail):
+def test_capture_decode_refuses_sizes_that_do_not_fit(length, steps, tail):
     with pytest.raises(ValueError, match=f"do not fit {length} tokens, got {steps} and {tail}"):
         decoded(tiny("Llama"), tokens(length), steps=steps, tail=tail)

@@ -23,27 +23,27 @@ def prompt(vocabulary: int = 97) -> Tensor:
     return torch.randint(3, vocabulary, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-def asked(*at: int) -> Tensor:
-    found = torch.zeros(LENGTH, dtype=torch.bool)
-    found[list(at)] = True
-    return found
+def answer_mask(*at: int) -> Tensor:
+    result = torch.zeros(LENGTH, dtype=torch.bool)
+    result[list(at)] = True
+    return result
 
 
-TEXT, ANSWER = asked(), asked(60, 61, 129)
+TEXT, ANSWER = answer_mask(), answer_mask(60, 61, 129)
 
 
 def gradients(model, ids, answers=TEXT, **options):
     """The pass, and gradients of its layers."""
-    found = {}
+    result = {}
 
     def visit(layer):
-        found[layer.inputs.layer] = layer.by_out.clone()
+        result[layer.inputs.layer] = layer.by_out.clone()
 
-    return gradient_pass(model, ids, answers, visit, **options), found
+    return gradient_pass(model, ids, answers, visit, **options), result
 
 
 def searched(model: Any) -> set[int]:
-    """Layers with a window of their own are computed, and not visited."""
+    """Layers that see every token; those with a window are computed and not visited."""
     modules = attention_layers(model)
     return set(full_layers(modules))
 
@@ -53,8 +53,8 @@ def loss_of(logits: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
     log_p = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     if not bool(answers.any()):
         return -log_p.sum()
-    chosen = log_p[answers[1:]]
-    return -(chosen - torch.log1p(-chosen.exp())).sum()
+    answer_log_p = log_p[answers[1:]]
+    return -(answer_log_p - torch.log1p(-answer_log_p.exp())).sum()
 
 
 def by_autograd(model, ids, answers):
@@ -102,17 +102,21 @@ def test_gradient_pass_equals_autograd_in_a_plain_model(family, answers):
         wanted = expected[at].transpose(1, 2)
         assert (layer.by_out - wanted).norm() <= 2e-3 * wanted.norm()
 
-    found = gradient_pass(model, ids, answers, visit, keep=keep)
-    assert found.gradients and found.fault is None
+    result = gradient_pass(model, ids, answers, visit, keep=keep)
+    assert result.gradients and result.fault is None
     assert set(expected) == set(attention_layers(model))
     assert order == sorted(searched(model), reverse=True)
     log_probs = logits.log_softmax(-1)
-    torch.testing.assert_close(found.log_probs, log_probs[keep].half(), atol=1e-2, rtol=1e-3)
-    asked = ~found.nll.isnan()
-    assert asked[answers[1:]].all() and asked[keep].all() and (asked.all() or answers.any())
-    assert torch.equal(found.likeliest[asked], log_probs[:-1].argmax(-1)[asked])
+    torch.testing.assert_close(result.log_probs, log_probs[keep].half(), atol=1e-2, rtol=1e-3)
+    answer_mask = ~result.nll.isnan()
+    assert (
+        answer_mask[answers[1:]].all()
+        and answer_mask[keep].all()
+        and (answer_mask.all() or answers.any())
+    )
+    assert torch.equal(result.likeliest[answer_mask], log_probs[:-1].argmax(-1)[answer_mask])
     nll = -log_probs[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    torch.testing.assert_close(found.nll[asked], nll[asked], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(result.nll[answer_mask], nll[answer_mask], atol=1e-3, rtol=1e-3)
 
 
 def loss_with(model, ids, layer, added) -> float:
@@ -137,12 +141,12 @@ KEPT = ("Qwen2", "Gemma2", "Cohere2", "Granite", "GptOss", "Mixtral", "Qwen3Next
 
 @pytest.mark.parametrize("family", sampled(FAMILIES, *KEPT))
 @pytest.mark.filterwarnings("ignore")
-def test_every_architecture_has_the_gradients_that_differences_show(family):
+def test_gradient_pass_of_every_architecture_equals_differences(family):
     model, ids = tiny_model(family, vocab_size=260), prompt(200)
-    done, found = gradients(model, ids)
-    assert done.gradients and set(found) == searched(model)
+    done, result = gradients(model, ids)
+    assert done.gradients and set(result) == searched(model)
     torch.manual_seed(1)
-    for layer, by_out in found.items():
+    for layer, by_out in result.items():
         gradient = by_out[0].transpose(0, 1)
         added = torch.randn_like(gradient) * 1e-3
         up, down = (loss_with(model, ids, layer, by) for by in (added, -added))
@@ -154,7 +158,7 @@ def test_every_architecture_has_the_gradients_that_differences_show(family):
 
 
 @pytest.mark.parametrize("answers", [TEXT, ANSWER], ids=["text", "answers"])
-def test_several_pieces_of_logits_are_the_same(answers, monkeypatch):
+def test_gradient_pass_with_chunked_logits_is_the_same(answers, monkeypatch):
     model, ids, keep = tiny_model("Llama"), prompt(), torch.tensor([3, 39, 40, 129])
     whole, by_layer = gradients(model, ids, answers, keep=keep)
     monkeypatch.setattr("profiling.inside.gradients._LOGITS", 97 * 40)
@@ -165,7 +169,7 @@ def test_several_pieces_of_logits_are_the_same(answers, monkeypatch):
 
 
 @pytest.mark.parametrize("raising", [False, True])
-def test_the_model_is_left_as_it_was(raising):
+def test_gradient_pass_restores_the_model(raising):
     model, ids = tiny_model("Gemma3"), prompt()
     with torch.no_grad():
         expected = model(ids).logits
@@ -192,7 +196,7 @@ def test_the_model_is_left_as_it_was(raising):
         assert torch.equal(model.eval()(ids).logits, expected)
 
 
-def test_one_layers_gradients_are_held_at_a_time():
+def test_gradient_pass_holds_one_layer_at_a_time():
     """Inputs and gradients of later layers are gone when a layer is visited."""
     model, ids = tiny_model("Llama"), prompt()
     held = []
@@ -207,7 +211,7 @@ def test_one_layers_gradients_are_held_at_a_time():
     assert len(held) == len(searched(model)) > 1
 
 
-def test_weights_that_come_in_one_layer_at_a_time_go_again(tmp_path, monkeypatch):
+def test_gradient_pass_releases_offloaded_weights(tmp_path, monkeypatch):
     from accelerate import disk_offload
 
     model, ids = tiny_model("Llama"), prompt()
@@ -216,9 +220,9 @@ def test_weights_that_come_in_one_layer_at_a_time_go_again(tmp_path, monkeypatch
     used = []
     linear = nn.functional.linear
 
-    def recorded(given, weight, *others):
+    def recorded(value, weight, *rest):
         used.append(StorageWeakRef(weight.untyped_storage()))
-        return linear(given, weight, *others)
+        return linear(value, weight, *rest)
 
     def visit(layer):
         # Those that make q, k and v: the graph holds them for this layer's way back.
@@ -229,39 +233,39 @@ def test_weights_that_come_in_one_layer_at_a_time_go_again(tmp_path, monkeypatch
     assert len(used) > 2 * len(a_layer) * len(model.model.layers)
 
 
-def test_only_what_is_wanted_is_visited():
+def test_gradient_pass_visits_wanted_layers_only():
     model, ids = tiny_model("Llama"), prompt()
-    done, found = gradients(model, ids, wanted=lambda inputs: inputs.layer == 1)
+    done, result = gradients(model, ids, wanted=lambda inputs: inputs.layer == 1)
     everything = gradients(model, ids)[1]
-    assert done.gradients and 0 < len(found) < len(everything)
-    assert all(torch.equal(everything[layer], gradient) for layer, gradient in found.items())
+    assert done.gradients and 0 < len(result) < len(everything)
+    assert all(torch.equal(everything[layer], gradient) for layer, gradient in result.items())
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_drops_out_in_training_gives_the_same_twice():
+def test_gradient_pass_has_no_dropout():
     model, ids = tiny_model("OPT", word_embed_proj_dim=128, ffn_dim=96, dropout=0.5), prompt()
     first, second = (gradients(model, ids)[1] for _ in range(2))
     assert first and all(torch.equal(second[layer], gradient) for layer, gradient in first.items())
 
 
-def test_logits_of_a_model_s_own_making_have_no_gradients_and_it_says_so():
+def test_gradient_pass_of_changed_logits_reports_a_fault():
     model, ids, keep = tiny_model("Llama"), prompt(), torch.tensor([7])
     handle = model.register_forward_hook(
         lambda module, args, output: type(output)(
             logits=output.logits.sin(), past_key_values=output.past_key_values
         )
     )
-    done, found = gradients(model, ids, keep=keep)
+    done, result = gradients(model, ids, keep=keep)
     with torch.no_grad():
         expected = model(ids).logits[0].log_softmax(-1)
     handle.remove()
-    assert not found and not done.gradients and "LlamaForCausalLM" in str(done.fault)
+    assert not result and not done.gradients and "LlamaForCausalLM" in str(done.fault)
     torch.testing.assert_close(done.log_probs, expected[keep].half(), atol=1e-2, rtol=1e-3)
     assert gradients(model, ids)[0].gradients
 
 
-def test_a_loss_that_is_not_finite_says_so():
+def test_gradient_pass_of_an_infinite_loss_reports_a_fault():
     model, ids = tiny_model("Llama"), prompt()
     model.lm_head.weight.data[5] = float("inf")
-    done, found = gradients(model, ids)
-    assert not done.gradients and not found and done.fault is not None
+    done, result = gradients(model, ids)
+    assert not done.gradients and not result and done.fault is not None

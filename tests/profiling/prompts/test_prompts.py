@@ -16,10 +16,10 @@ from tests.profiling.tokenizers import MAKERS, byte_level
 
 
 @pytest.mark.parametrize("tokenizer", MAKERS, indirect=True)
-def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer):
+def test_encoder_ids_equal_the_tokenizers(tokenizer):
     texts = [" a river", "", "<s> naïve\n\n  x", "The pass key is 1234567. " * 40]
     plain = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    # The compiled tokenizer keeps what the last call set.
+    # The compiled tokenizer keeps the options of the last call.
     tokenizer(texts, truncation=True, max_length=5)
     assert Encoder(tokenizer).each(texts) == plain
     # One that does more than the compiled one is asked itself.
@@ -29,37 +29,8 @@ def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer):
     assert Encoder(changed).each(["a"]) == [(7,)]
 
 
-def test_kv_retrieval_asks_for_a_pair_that_is_there(tokenizer):
-    depths = []
-    for prompt in make_prompts("kv_retrieval", tokenizer, length=3000, samples=8, seed=3):
-        text = tokenizer.decode(prompt.input_ids)
-        data, _, question = text.rpartition("Key:")
-        key = re.findall(r"[0-9a-f-]{36}", question)
-        assert len(key) == 1
-        assert question.endswith('"')
-        pairs = dict(re.findall(r'"([0-9a-f-]{36})": *"([0-9a-f-]{36})"', data))
-        assert pairs[key[0]] == prompt.answer
-        assert len(pairs) > 5
-        depths.append(list(pairs).index(key[0]) / len(pairs))
-    assert min(depths) < 0.5 < max(depths), "the key is to be anywhere"
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_passkey_is_hidden_once_and_asked_for_last(tokenizer, story, own):
-    task = f"passkey:{story}" if own else "passkey"
-    depths = []
-    for prompt in make_prompts(task, tokenizer, length=1500, samples=8, seed=3):
-        text = tokenizer.decode(prompt.input_ids)
-        assert prompt.answer is not None and re.fullmatch(r"[1-9]\d{6}", prompt.answer)
-        assert text.count(f"The pass key is {prompt.answer}.") == 1
-        assert text.count(prompt.answer) == 2
-        assert text.endswith("What is the pass key? The pass key is")
-        depths.append(text.index(prompt.answer) / len(text))
-    assert min(depths) < 0.5 < max(depths), "the key is to be at any depth"
-
-
 @pytest.mark.parametrize("task", ["passkey", "niah_single_1", "niah_single_2", "niah_single_3"])
-def test_depth_is_where_it_lies_and_changes_nothing_else(task):
+def test_depth_moves_the_needle_alone(task):
     tokenizer = byte_level(bos=True)
     starts = []
     texts = set()
@@ -74,17 +45,17 @@ def test_depth_is_where_it_lies_and_changes_nothing_else(task):
     assert depths == pytest.approx([0, 0.25, 0.5, 1], abs=0.03)
 
 
-def test_text_windows_are_stretches_of_the_text(story):
+def test_text_windows_are_disjoint_parts_of_the_text(story):
     tokenizer = byte_level(bos=True)
     prompts = make_prompts(f"text:{story}", tokenizer, length=700, samples=10, seed=1)
     text = story.read_text(encoding="utf-8")
     windows = [tokenizer.decode(prompt.input_ids[1:]) for prompt in prompts]
-    least = min(map(len, windows)) - 4
+    shortest = min(map(len, windows)) - 4
     places = sorted(map(text.index, windows))
-    assert all(b - a >= least for a, b in itertools.pairwise(places)), "windows overlap"
+    assert all(b - a >= shortest for a, b in itertools.pairwise(places)), "windows overlap"
 
 
-def test_text_windows_overlap_only_where_they_must(tmp_path):
+def test_text_windows_of_a_short_text_overlap(tmp_path):
     tokenizer = byte_level()
     file = tmp_path / "short.txt"
     file.write_text("".join(map(str, range(400))), encoding="utf-8")
@@ -95,7 +66,7 @@ def test_text_windows_overlap_only_where_they_must(tmp_path):
         make_prompts(f"text:{file}", tokenizer, length=total - 4, samples=6, seed=0)
 
 
-def test_jsonl_keeps_the_end_of_a_prompt_and_its_answer(tmp_path):
+def test_jsonl_prompts_keep_their_end_and_answer(tmp_path):
     tokenizer = byte_level(bos=True)
     file = tmp_path / "asked.jsonl"
     texts = [f"{i} {'word ' * 200}the end {i}" for i in range(20)]
@@ -105,14 +76,14 @@ def test_jsonl_keeps_the_end_of_a_prompt_and_its_answer(tmp_path):
         assert tokenizer.decode(prompt.input_ids).endswith(f"word the end {prompt.answer}")
 
 
-def test_a_task_is_named_without_its_folder(story):
+def test_parse_task_names_a_file_without_its_folder(story):
     assert parse_task(f"text:{story}").name == "text:story.txt"
     assert parse_task(f"text:{story}").file == story
     assert parse_task("passkey").name == "passkey"
     assert parse_task(f"passkey@depth=.50:{story}").name == "passkey@depth=0.5:story.txt"
 
 
-def test_a_text_longer_than_the_models_positions_is_no_warning(story, caplog):
+def test_make_prompts_of_a_long_text_logs_no_warning(story, caplog):
     tokenizer = byte_level()
     tokenizer.model_max_length = 100
     make_prompts(f"text:{story}", tokenizer, length=1000, samples=1, seed=0)
@@ -140,7 +111,7 @@ def test_a_text_longer_than_the_models_positions_is_no_warning(story, caplog):
         ("fwe@alpha=1", "must be a number from 1.01 to 4, got '1'"),
     ],
 )
-def test_bad_tasks(task, said):
+def test_parse_task_refuses_other_text(task, said):
     with pytest.raises(HeadwiseError, match=re.escape(said)):
         parse_task(task)
 
@@ -165,7 +136,7 @@ def test_bad_tasks(task, said):
         ("jsonl", b"[" * 100_000, "bad.file, line 1: not"),
     ],
 )
-def test_bad_files(tmp_path, kind, content, said):
+def test_make_prompts_of_a_wrong_file_names_the_fault(tmp_path, kind, content, said):
     file = tmp_path / "bad.file"
     file.write_bytes(content)
     with pytest.raises(HeadwiseError, match=re.escape(said)) as caught:
@@ -174,20 +145,22 @@ def test_bad_files(tmp_path, kind, content, said):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes"], indirect=True)
-def test_stretches_of_prose_are_apart(tokenizer):
+def test_prose_prompts_are_disjoint(tokenizer):
     length = 700
-    made = make_prompts("prose", tokenizer, length=length, samples=6, seed=3)
-    pieces = [{prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in made]
+    prompts = make_prompts("prose", tokenizer, length=length, samples=6, seed=3)
+    pieces = [
+        {prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in prompts
+    ]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(pieces, 2))
 
 
-def test_digest_knows_ids_and_answers():
-    one = digest([Prompt((1, 2), "a")])
-    others = [
+def test_digest_depends_on_ids_and_answers():
+    base = digest([Prompt((1, 2), "a")])
+    rest = [
         [Prompt((1, 2), None)],
         [Prompt((2, 1), "a")],
         [Prompt((12,), "a")],
         [Prompt((1,), "a"), Prompt((2,), "a")],
     ]
-    assert re.fullmatch(r"[0-9a-f]{64}", one)
-    assert len({one, *map(digest, others)}) == 5
+    assert re.fullmatch(r"[0-9a-f]{64}", base)
+    assert len({base, *map(digest, rest)}) == 5

@@ -30,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def one(model):
-    """Four answers, of which dense attention gives the second, behind the context's last token;
+    """Four answers, of which dense attention predicts the second, behind the context's last token;
     the last ends the sequence."""
     ids = torch.randint(3, 97, (CONTEXT + 30,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
@@ -39,7 +39,7 @@ def one(model):
     return TokenSequence(task="kv", ids=tuple(ids), context=CONTEXT, answers=answers)
 
 
-def test_prompts_of_one_context_are_one_sequence_with_their_turns_and_answers():
+def test_sequences_join_prompts_of_one_context():
     tokenizer = byte_level()
 
     def encode(text):
@@ -51,11 +51,11 @@ def test_prompts_of_one_context_are_one_sequence_with_their_turns_and_answers():
         return Prompt(ids, answer, turn=len(turn), task="line_turns", scored=scored)
 
     context = encode("The pass key is 1234567. The river and the old clerk in the rain.")
-    other = Prompt(encode("A text of its own in which nothing is asked."), None, task="prose")
+    other = Prompt(encode("A second text in which nothing is asked."), None, task="prose")
     prompts = [asked("\nKey:", "1234567"), other, asked("\nWho:", "clerk")]
-    found = sequences(prompts, tokenizer)
-    assert [sequence.task for sequence in found] == ["line_turns", "prose"]
-    shared, text = found
+    result = sequences(prompts, tokenizer)
+    assert [sequence.task for sequence in result] == ["line_turns", "prose"]
+    shared, text = result
     assert shared.context == len(context) and shared.ids[: len(context)] == context
     assert shared.answers[0] == (3, 5) and not shared.is_text
     # Each question follows the one before and its right answer; what follows an answer is a new
@@ -67,13 +67,13 @@ def test_prompts_of_one_context_are_one_sequence_with_their_turns_and_answers():
     assert text.is_text and text.ids == other.input_ids and text.context == len(text.ids)
 
 
-def test_a_digest_is_of_ids_context_and_answers(one):
-    others = [
+def test_digest_depends_on_ids_context_and_answers(one):
+    rest = [
         replace(one, ids=(*one.ids[:-1], 96 - one.ids[-1] % 2)),
         replace(one, context=CONTEXT - 1),
         replace(one, answers=one.answers[:-1]),
     ]
-    assert len({one.digest, *(other.digest for other in others)}) == 4
+    assert len({one.digest, *(other.digest for other in rest)}) == 4
     assert replace(one, task="another").digest == one.digest
 
 
@@ -86,48 +86,48 @@ def logits_of(model: Any, one: TokenSequence, attention: Any) -> torch.Tensor:
         return model(torch.tensor([one.ids])).logits[0].double().log_softmax(-1)
 
 
-def test_what_follows_the_context_attends_to_everything(model, one):
+def test_planned_attention_after_the_context_is_dense(model, one):
     seen = []
 
     def visit(inputs):
         q, k, v = inputs.q, inputs.k, inputs.v
-        found = planned(plans(), CONTEXT)(inputs)
+        result = planned(plans(), CONTEXT)(inputs)
         length = q.shape[2]
         index = dense_index(1, 4, length, length, q.device)
         dense = sparse_attention(q, k, v, index, scale=inputs.scale)
         after = slice(CONTEXT, None)
-        torch.testing.assert_close(found[:, :, after], dense[:, :, after], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(result[:, :, after], dense[:, :, after], atol=1e-5, rtol=1e-4)
         q, k, v = (x[:, :, :CONTEXT] for x in (q, k, v))
         index = plans()[1].build(q, k, scale=inputs.scale)
         sparse = sparse_attention(q, k, v, index, scale=inputs.scale, backend="reference")
         expected = sparse if inputs.layer == 1 else dense[:, :, :CONTEXT]
-        torch.testing.assert_close(found[:, :, :CONTEXT], expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(result[:, :, :CONTEXT], expected, atol=1e-4, rtol=1e-3)
         seen.append(inputs.layer)
-        return found
+        return result
 
     logits_of(model, one, visit)
     assert seen == [0, 1]
 
 
-def test_losses_are_those_of_all_logits(model, one):
+def test_reference_losses_equal_those_of_all_logits(model, one):
     reference = Reference(model, [one])
-    found = reference.losses(0, plans())
+    result = reference.losses(0, plans())
     dense = logits_of(model, one, planned({}, CONTEXT))
     sparse = logits_of(model, one, planned(plans(), CONTEXT))
     at = torch.linspace(0, CONTEXT - 2, CONTEXT - 1).long()
     ids = torch.tensor(one.ids)
     kl = kl_div(sparse, dense, log_target=True, reduction="none").sum(-1)
     nll, dense_nll = (-of[:-1].gather(1, ids[1:, None])[:, 0] for of in (sparse, dense))
-    np.testing.assert_allclose(found.kl, kl[at], atol=3e-3, rtol=2e-2)
-    np.testing.assert_allclose(found.nll, nll[at], atol=1e-3)
-    np.testing.assert_allclose(found.dense_nll, dense_nll[at], atol=5e-3)
-    assert found.kl.mean() > 0.001 and found.answer_tokens.tolist() == [2, 1, 4, 1]
+    np.testing.assert_allclose(result.kl, kl[at], atol=3e-3, rtol=2e-2)
+    np.testing.assert_allclose(result.nll, nll[at], atol=1e-3)
+    np.testing.assert_allclose(result.dense_nll, dense_nll[at], atol=5e-3)
+    assert result.kl.mean() > 0.001 and result.answer_tokens.tolist() == [2, 1, 4, 1]
     for number, (start, stop) in enumerate(one.answers):
         own = slice(start - 1, stop - 1)
-        assert found.answer_nll[number] == pytest.approx(float(nll[own].sum()), rel=1e-3)
+        assert result.answer_nll[number] == pytest.approx(float(nll[own].sum()), rel=1e-3)
         expected = float(dense_nll[own].sum())
-        assert found.answer_dense_nll[number] == pytest.approx(expected, rel=2e-3)
-        for right, of in ((found.right, sparse), (found.dense_right, dense)):
+        assert result.answer_dense_nll[number] == pytest.approx(expected, rel=2e-3)
+        for right, of in ((result.right, sparse), (result.dense_right, dense)):
             assert right[number] == bool((of[own].argmax(-1) == ids[start:stop]).all())
     everything = reference.losses(0, {})
     for right in (everything.right, everything.dense_right):
@@ -135,15 +135,15 @@ def test_losses_are_those_of_all_logits(model, one):
     assert everything.kl.max() < 2e-3
 
 
-def test_what_a_pass_made_anyway_is_taken(model, one):
-    alone, known = Reference(model, [one]), Reference(model, [one])
+def test_reference_reuses_the_logits_of_a_pass(model, one):
+    alone, reused = Reference(model, [one]), Reference(model, [one])
     dense, targets = logits_of(model, one, planned({}, CONTEXT)), torch.tensor(one.ids[1:])
     nll, likeliest = -dense[:-1].gather(1, targets[:, None])[:, 0].float(), dense[:-1].argmax(-1)
-    known.know(0, dense[known.positions(0)], nll, likeliest)
+    reused.know(0, dense[reused.positions(0)], nll, likeliest)
     for name, value in vars(alone.losses(0, plans())).items():
-        np.testing.assert_allclose(getattr(known.losses(0, plans()), name), value, atol=5e-3)
+        np.testing.assert_allclose(getattr(reused.losses(0, plans()), name), value, atol=5e-3)
 
 
-def test_a_model_without_logits_to_keep_is_refused(one):
+def test_reference_refuses_a_model_without_logits_to_keep(one):
     with pytest.raises(HeadwiseError, match="Linear has no logits_to_keep"):
         Reference(torch.nn.Linear(1, 1), [one])

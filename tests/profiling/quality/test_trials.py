@@ -60,22 +60,22 @@ def generated(
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("task", ["kv_retrieval", "two_stage_retrieval"])
-def test_the_answers_ids_read_as_the_text_that_goes_on(make, task):
+def test_answer_ids_decode_to_the_continuation(make, task):
     tokenizer = make()
     prompt = make_prompts(task, tokenizer, length=1500, samples=1, seed=0)[0]
     ids = answer_ids(tokenizer, prompt)
-    asked = tokenizer.decode(prompt.input_ids)
-    assert tokenizer.decode((*prompt.input_ids, *ids)) == asked + str(prompt.continuation)
+    question = tokenizer.decode(prompt.input_ids)
+    assert tokenizer.decode((*prompt.input_ids, *ids)) == question + str(prompt.continuation)
 
 
-def test_no_space_comes_twice():
+def test_answer_ids_have_no_second_space():
     tokenizer = byte_level()
     ids = tuple(tokenizer("The key is ", add_special_tokens=False)["input_ids"])
     assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids, "12"))) == "12"
     assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids[:-1], "12"))) == " 12"
 
 
-def test_accuracy_and_nll_of_known_logits():
+def test_forced_accuracy_and_nll_of_known_logits():
     right = (3, 1, 4, 1)
     logits = torch.zeros(4, 10)
     # Sure of the first two tokens, and of a wrong one for the third; the last is as likely as any.
@@ -87,7 +87,7 @@ def test_accuracy_and_nll_of_known_logits():
     assert forced(logits[:2], right[:2]).right
 
 
-def test_the_loss_of_a_text_is_the_models_own(loaded):
+def test_negative_log_likelihood_equals_the_models_loss(loaded):
     ids = torch.randint(0, 256, (1, 600))
     with torch.no_grad():
         loss = loaded.model(ids, labels=ids).loss
@@ -98,7 +98,7 @@ def test_the_loss_of_a_text_is_the_models_own(loaded):
 @pytest.mark.parametrize(
     "wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}]
 )
-def test_a_turn_or_a_range_beyond_the_prompt(wrong):
+def test_prompt_refuses_a_turn_or_range_beyond_its_end(wrong):
     with pytest.raises(ValueError, match=r"turn must be|scored ranges"):
         Prompt((1, 2, 3), None, **wrong)
 
@@ -112,14 +112,14 @@ def prompts_of_one_context() -> list[Prompt]:
     rng = random.Random(0)
     one, other = (tuple(rng.choices(range(3, 90), k=40)) for _ in range(2))
     turns = [tuple(rng.choices(range(3, 90), k=n)) for n in (5, PIECE + 3, 1)]
-    asked = [
+    question = [
         asking((*context, *turn), turn=len(turn)) for context in (one, other) for turn in turns
     ]
-    return [asked[0], asked[4], asked[1], asking(one), asked[2]]
+    return [question[0], question[4], question[1], asking(one), question[2]]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_questions_of_a_context_share_its_prefill_and_are_answered_as_if_alone(family):
+def test_trials_of_one_context_share_its_prefill(family):
     model, tokenizer, prompts = tiny(family), byte_level(), prompts_of_one_context()
     fed = []
 
@@ -143,7 +143,7 @@ def test_questions_of_a_context_share_its_prefill_and_are_answered_as_if_alone(f
     assert answers(model, tokenizer, prompts, label="", chunk=7) == own
 
 
-def test_answers_inside_a_prompt_are_scored_alone():
+def test_trials_score_answers_inside_a_prompt():
     model = tiny("Llama")
     ids = tuple(random.Random(1).choices(range(3, 90), k=60))
     ranges = ((20, 23), (1, 2), (50, 60))
@@ -151,44 +151,44 @@ def test_answers_inside_a_prompt_are_scored_alone():
         logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
     losses = [-logits[at - 1, ids[at]].item() for at in range(1, 60)]
     means = [sum(losses[start - 1 : stop - 1]) / (stop - start) for start, stop in ranges]
-    found = trial(model, byte_level(), asking(ids, scored=ranges))
-    assert found["nll"] == pytest.approx(sum(means) / 3, rel=1e-4)
+    result = trial(model, byte_level(), asking(ids, scored=ranges))
+    assert result["nll"] == pytest.approx(sum(means) / 3, rel=1e-4)
     likeliest = tuple(logits[:-1].argmax(-1).tolist())
-    # The last range is what the model itself would say.
+    # The last range is the model's own prediction.
     right = (*ids[:59], likeliest[58])
-    found = trial(model, byte_level(), asking(right, scored=((20, 23), (59, 60))))
-    assert found["score"] == 1 / 2 and found["token_accuracy"] == 1 / 2
+    result = trial(model, byte_level(), asking(right, scored=((20, 23), (59, 60))))
+    assert result["score"] == 1 / 2 and result["token_accuracy"] == 1 / 2
 
 
-def test_the_models_own_answer_is_right_where_it_is_the_expected_one(loaded):
+def test_trials_score_the_expected_answer_as_right(loaded):
     blank = Prompt(tuple(range(60, 90)), "x" * 6)
     own = generated(loaded.model, loaded.tokenizer, blank)[:4]
-    found = trial(loaded.model, loaded.tokenizer, Prompt(blank.input_ids, own))
-    assert found["score"] == 1.0
+    result = trial(loaded.model, loaded.tokenizer, Prompt(blank.input_ids, own))
+    assert result["score"] == 1.0
 
 
-def test_a_text_gives_a_loss_for_each_block(loaded):
+def test_trials_of_a_text_have_a_loss_per_block(loaded):
     ids = torch.randint(0, 256, (700,), generator=torch.Generator().manual_seed(0))
     prompt = Prompt(tuple(ids.tolist()), None)
-    found = trial(loaded.model, loaded.tokenizer, prompt)
+    result = trial(loaded.model, loaded.tokenizer, prompt)
     losses = negative_log_likelihood(loaded.model, prompt)
     blocks = [losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()]
-    assert found["blocks"] == pytest.approx(blocks)
-    assert found["forced"] == pytest.approx(losses[-128:].mean().item(), rel=1e-5)
+    assert result["blocks"] == pytest.approx(blocks)
+    assert result["forced"] == pytest.approx(losses[-128:].mean().item(), rel=1e-5)
     log_probs = next(trials(loaded.model, loaded.tokenizer, [prompt], DENSE)).log_probs
     assert log_probs is not None and len(log_probs) == POSITIONS
     with torch.no_grad():
         whole = loaded.model(ids[None]).logits[0].log_softmax(-1)
     torch.testing.assert_close(log_probs[0], whole[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(log_probs[-1], whole[698], atol=1e-4, rtol=1e-4)
-    kept = replace(DENSE, name="x", identity="x", evicts=True)
-    decoded = trial(loaded.model, loaded.tokenizer, prompt, kept)
+    evicting = replace(DENSE, name="x", identity="x", evicts=True)
+    decoded = trial(loaded.model, loaded.tokenizer, prompt, evicting)
     assert decoded["blocks"] is None
-    assert decoded["forced"] == pytest.approx(found["forced"], rel=1e-4)
+    assert decoded["forced"] == pytest.approx(result["forced"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["dense+omnikv", "dense+h2o", "dense+streaming", "dense+own"])
-def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(loaded, name):
+def test_trials_with_a_cache_equal_generation(loaded, name):
     own = {}
     if name == "dense+omnikv":
         omnikv = artifacts.OmniKV(filter_layers=(0,), budget=50)
@@ -207,23 +207,23 @@ def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(loaded, 
     prompt = make_prompts("passkey", loaded.tokenizer, length=300, samples=1, seed=3)[0]
     model, tokenizer = loaded.model, loaded.tokenizer
     with method.apply(model):
-        found = trial(model, tokenizer, prompt, method)
-        assert found["text"] == generated(model, tokenizer, prompt, lambda: method.cache(model))
+        result = trial(model, tokenizer, prompt, method)
+        assert result["text"] == generated(model, tokenizer, prompt, lambda: method.cache(model))
     whole = trial(model, tokenizer, prompt)
-    assert found["nll"] != pytest.approx(whole["nll"], rel=1e-3), "nothing was dropped"
+    assert result["nll"] != pytest.approx(whole["nll"], rel=1e-3), "nothing was dropped"
 
 
-def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded):
+def test_trials_with_references_alone_have_no_nll(loaded):
     """It may also have an answer as long as its task allows."""
     prompt = Prompt(tuple(range(60, 90)), None, metric="all", references=("zzzzzz",), new_tokens=9)
-    found = trial(loaded.model, loaded.tokenizer, prompt)
-    assert (found["score"], found["nll"], found["token_accuracy"]) == (0.0, None, None)
-    assert found["text"] == generated(loaded.model, loaded.tokenizer, prompt)
+    result = trial(loaded.model, loaded.tokenizer, prompt)
+    assert (result["score"], result["nll"], result["token_accuracy"]) == (0.0, None, None)
+    assert result["text"] == generated(loaded.model, loaded.tokenizer, prompt)
     limits = [new_tokens(loaded.tokenizer, each) for each in (prompt, Prompt((5,), "wx"))]
     assert limits == [9, len(loaded.tokenizer("wx", add_special_tokens=False)["input_ids"]) + 2]
 
 
-def test_answers_stop_where_the_score_is_final():
+def test_answers_stop_once_the_score_is_final():
     model = tiny("Llama")
     tokenizer = byte_level()
     ids = tuple(range(3, 40))

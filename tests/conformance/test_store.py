@@ -1,10 +1,14 @@
-"""Writers at once, killed writers, and their leftovers: nothing is lost, no pair is torn."""
+"""Conformance of the store: every kind and policy comes back, and a pair is always whole.
+
+Failures, readers during a write, writers at once, killed writers, and their leftovers.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
 
@@ -20,13 +24,18 @@ from artifacts import (
     load,
     load_arrays,
     load_pair,
+    pattern_name,
     save,
     update,
 )
 from artifacts.analysis.sections import save_searched, with_seen
+from artifacts.schema.kv_cache import POLICY_KINDS
+from artifacts.schema.patterns import KINDS
 from artifacts.store.pair import locked
 from artifacts.store.windows import seen_windows
-from tests.artifacts.conftest import files_of, names
+from tests.artifacts.conftest import GOLDEN, arrays, every_kind, files_of, make, names, saved
+
+__all__ = ["arrays", "every_kind", "make", "saved"]
 
 DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))
 
@@ -36,16 +45,118 @@ def with_decode(artifact, arrays):
     return artifact.model_copy(update={"decode": DECODE}), {**arrays, "similarity.mass": mass}
 
 
-def test_update_keeps_what_it_is_not_about(saved):
+def test_store_golden_file_round_trips_byte_for_byte(tmp_path, every_kind):
+    """Every kind of pattern and policy, and what save() writes today of it, byte for byte."""
+    artifact, arrays = every_kind
+    assert all(name == pattern_name(pattern) for name, pattern in artifact.patterns.items())
+    assert {pattern.kind for pattern in artifact.patterns.values()} == set(KINDS)
+    assert {policy.kind for policy in artifact.kv_cache.policies.values()} == set(POLICY_KINDS)
+    saved = save(artifact, tmp_path / "v1.yaml", arrays)
+    assert load(tmp_path / "v1.yaml") == saved and saved.patterns == artifact.patterns
+    assert names(tmp_path) == names(GOLDEN.parent)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == GOLDEN.with_name(path.name).read_bytes()
+
+
+def test_save_of_the_same_content_writes_the_same_bytes(tmp_path, make, arrays):
+    written = []
+    for run, order in (("one", list(arrays)), ("two", list(arrays)[::-1])):
+        # Another layout in memory is the same content.
+        laid_out = {name: np.asfortranarray(arrays[name]) for name in order}
+        (tmp_path / run).mkdir()
+        save(make(), tmp_path / run / "cfg.yaml", laid_out)
+        written.append(files_of(tmp_path / run))
+    assert written[0] == written[1]
+
+
+def test_save_and_load_arrays_of_every_layout(tmp_path, make):
+    layouts = {
+        "scalar": np.array(2.5, dtype=np.float64),
+        "empty": np.zeros((0, 3), dtype=np.int64),
+        "strided": np.arange(20, dtype=np.int32).reshape(4, 5)[::2, ::-1],
+        "big_endian": np.arange(5, dtype=">f4"),
+        "half": np.arange(5, dtype=np.float16),
+        "flags": np.array([True, False]),
+    }
+    save(make(), tmp_path / "cfg.yaml", layouts)
+    for name, array in load_arrays(tmp_path / "cfg.yaml").items():
+        assert array.shape == layouts[name].shape
+        np.testing.assert_array_equal(array, layouts[name])
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync", "open"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_save_that_fails_leaves_the_old_pair(saved, make, arrays, monkeypatch, step, at):
+    before = files_of(saved.parent)
+    real, calls = getattr(os, step), 0
+
+    def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    arrays["chosen.recall"][0, 0] = 0.75
+    monkeypatch.setattr(os, step, failing)
+    try:
+        save(make(), saved, arrays)
+    except HeadwiseError as error:
+        assert "no space left on device" in str(error)
+        monkeypatch.undo()
+        assert files_of(saved.parent) == before and names(saved.parent) == sorted(before)
+    else:
+        # Flushing the directory is a courtesy, some steps come fewer times, and what could not be
+        # read is not removed.
+        monkeypatch.undo()
+        assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+        assert len(names(saved.parent)) <= 2 + (step == "open")
+
+
+def test_save_interrupted_after_the_rename_leaves_the_new_pair(saved, make, arrays, monkeypatch):
+    real = os.replace
+
+    def interrupted(source, target):
+        real(source, target)
+        if str(target) == str(saved):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    arrays["chosen.recall"][0, 0] = 0.75
+    with pytest.raises(KeyboardInterrupt):
+        save(make(), saved, arrays)
+    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+
+
+def test_load_during_a_save_returns_the_new_pair(saved, make, arrays, monkeypatch):
+    """A reader has the old YAML already when the old sidecar goes."""
+    import artifacts.store.read as store
+
+    real, switched = store.read_yaml, False
+
+    def read(path):
+        nonlocal switched
+        data = real(path)
+        if not switched:
+            switched = True
+            arrays["chosen.recall"][0, 0] = 0.75
+            save(make(), saved, arrays)
+        return data
+
+    monkeypatch.setattr(store, "read_yaml", read)
+    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+
+
+def test_update_keeps_other_sections_and_arrays(saved):
     before, arrays = load_pair(saved)
     result = update(saved, with_decode)
-    after, kept = load_pair(saved)
+    after, retained = load_pair(saved)
     assert after == result and after.decode == DECODE and after.prefill == before.prefill
-    assert kept.keys() == arrays.keys() | {"similarity.mass"}
+    assert retained.keys() == arrays.keys() | {"similarity.mass"}
     assert len(names(saved.parent)) == 2
 
 
-def test_update_into_another_file_leaves_the_first_alone(saved, tmp_path):
+def test_update_into_another_file_keeps_the_first(saved, tmp_path):
     before = files_of(saved.parent)
     out = tmp_path / "other" / "new.yaml"
     out.parent.mkdir()
@@ -56,26 +167,26 @@ def test_update_into_another_file_leaves_the_first_alone(saved, tmp_path):
     assert load(saved).decode == DECODE
 
 
-def test_update_needs_a_whole_artifact_and_a_change_that_works(saved, tmp_path):
+def test_update_that_fails_changes_nothing(saved, tmp_path):
     with pytest.raises(ArtifactError, match=r"none\.yaml: no such file"):
         update(tmp_path / "none.yaml", with_decode)
     before = files_of(saved.parent)
 
     def broken(artifact, arrays):
-        raise OSError("of its own")
+        raise OSError("from the change")
 
     def without_layers(artifact, arrays):
         prefill = artifact.prefill.model_copy(update={"layers": ()})
         return artifact.model_copy(update={"prefill": prefill}), arrays
 
-    with pytest.raises(OSError, match="of its own"):
+    with pytest.raises(OSError, match="from the change"):
         update(saved, broken)
     with pytest.raises(ArtifactError, match=r"prefill\.layers has 0 rows"):
         update(saved, without_layers)
     assert files_of(saved.parent) == before
 
 
-def test_a_lock_that_is_held_is_waited_for_and_then_named(saved, make):
+def test_update_waits_for_a_lock_and_then_names_it(saved, make):
     with (
         locked(saved),
         pytest.raises(HeadwiseError, match="another process has been writing it for"),
@@ -86,29 +197,29 @@ def test_a_lock_that_is_held_is_waited_for_and_then_named(saved, make):
     assert load(saved).decode == DECODE
 
 
-def test_what_a_dead_writer_left_unfinished_is_cleared_away_and_nothing_else(saved, make, arrays):
+def test_save_removes_unfinished_files_of_dead_writers_only(saved, make, arrays):
     folder = saved.parent
     (before,) = folder.glob("*.safetensors")
     for name in ("cfg.01234567.safetensors", "mine.safetensors", "cfg.v2.01234567.safetensors"):
         (folder / name).write_bytes(before.read_bytes())
     (folder / ".cfg.yaml.00112233.tmp").write_bytes(b"half")
     (folder / ".cfg.01234567.safetensors.00112233.tmp").write_bytes(b"half")
-    others = {".other.yaml.00112233.tmp", ".cfg.v2.01234567.safetensors.00112233.tmp"}
-    for name in others:
+    foreign = {".other.yaml.00112233.tmp", ".cfg.v2.01234567.safetensors.00112233.tmp"}
+    for name in foreign:
         (folder / name).write_bytes(b"another writer's")
     (folder / ".cfg.lock").write_bytes(b"of a dead writer")
     arrays["chosen.recall"][0, 0] = 0.75
     result = save(make(), saved, arrays)
-    kept = {"cfg.01234567.safetensors", "mine.safetensors", "cfg.v2.01234567.safetensors"}
-    assert names(folder) == sorted({"cfg.yaml", result.sidecar.file} | kept | others)
+    retained = {"cfg.01234567.safetensors", "mine.safetensors", "cfg.v2.01234567.safetensors"}
+    assert names(folder) == sorted({"cfg.yaml", result.sidecar.file} | retained | foreign)
     # The same content has the same sidecar, which stays; without arrays there is none.
     assert save(make(), saved, arrays).sidecar == result.sidecar == load(saved).sidecar
     assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
     save(make(), saved)
-    assert names(folder) == sorted({"cfg.yaml"} | kept | others)
+    assert names(folder) == sorted({"cfg.yaml"} | retained | foreign)
 
 
-def test_a_name_that_save_did_not_give_removes_no_file(saved, make, arrays):
+def test_save_keeps_a_sidecar_of_another_name(saved, make, arrays):
     (sidecar,) = saved.parent.glob("*.safetensors")
     mine = sidecar.rename(saved.with_name("mine.safetensors"))
     saved.write_text(saved.read_text().replace(sidecar.name, mine.name))
@@ -117,7 +228,7 @@ def test_a_name_that_save_did_not_give_removes_no_file(saved, make, arrays):
 
 
 @pytest.mark.parametrize("stem", ["cfg+1", "a(b", "[x]"])
-def test_a_name_with_signs_is_the_name_of_both_files(tmp_path, make, arrays, stem):
+def test_save_with_special_characters_in_the_name(tmp_path, make, arrays, stem):
     """Own sidecars and unfinished files are known by the whole stem, whatever it is made of."""
     path = tmp_path / f"{stem}.yaml"
     save(make(), path, arrays)
@@ -128,7 +239,7 @@ def test_a_name_with_signs_is_the_name_of_both_files(tmp_path, make, arrays, ste
     assert names(tmp_path) == sorted([path.name, result.sidecar.file])
 
 
-def test_files_of_one_stem_share_a_lock_and_sidecars(saved, make):
+def test_locked_files_of_one_stem_share_a_lock(saved, make):
     """cfg.yaml and cfg.yml would name the same sidecar."""
     other = saved.with_suffix(".yml")
     with (
@@ -139,7 +250,7 @@ def test_files_of_one_stem_share_a_lock_and_sidecars(saved, make):
         pass
 
 
-def test_a_link_in_place_of_the_lock_is_not_followed(saved, make, tmp_path):
+def test_save_does_not_follow_a_link_as_its_lock(saved, make, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("kept")
     (saved.parent / ".cfg.lock").symlink_to(precious)
@@ -149,7 +260,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(saved, make, tmp_path):
     assert precious.read_text() == "kept"
 
 
-def test_without_locks_in_the_file_system_there_is_still_a_pair(saved, make, arrays, monkeypatch):
+def test_save_without_file_locks_writes_a_pair(saved, make, arrays, monkeypatch):
     def unsupported(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -161,7 +272,7 @@ def test_without_locks_in_the_file_system_there_is_still_a_pair(saved, make, arr
 
 
 @pytest.mark.slow
-def test_killed_at_each_call_and_at_any_instant_a_whole_pair_is_there():
+def test_save_killed_at_each_call_leaves_a_whole_pair():
     command = [sys.executable, "-m", "tests.artifacts.crash", "60"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -173,7 +284,7 @@ def test_killed_at_each_call_and_at_any_instant_a_whole_pair_is_there():
     assert report["kept"] > 0
 
 
-def test_a_search_keeps_the_sections_of_others(saved, make):
+def test_save_searched_keeps_other_sections(saved, make):
     update(saved, with_decode)
     again = make(created_at="2026-01-01T00:00:00Z", evidence=artifacts.Evidence())
     recall = np.array([[0.0] * 4, [np.nan] * 4, [0.0] * 4], np.float32)
@@ -185,7 +296,7 @@ def test_a_search_keeps_the_sections_of_others(saved, make):
     np.testing.assert_array_equal(arrays["chosen.recall"], recall)
 
 
-def test_a_search_keeps_what_the_searches_of_kept_sections_have_seen(saved, make, arrays):
+def test_save_searched_keeps_windows_seen_for_other_sections(saved, make, arrays):
     first, second, third = (digit * 64 for digit in "123")
     update(saved, lambda artifact, there: with_seen(*with_decode(artifact, there), [first, second]))
     again, fresh = with_seen(make(), arrays, [second, third])
@@ -201,7 +312,7 @@ def test_a_search_keeps_what_the_searches_of_kept_sections_have_seen(saved, make
     assert with_seen(imported, {}, [first]) == (imported, {})
 
 
-def test_a_search_of_another_model_or_over_no_artifact_replaces_all(saved, make):
+def test_save_searched_of_another_model_replaces_all(saved, make):
     update(saved, with_decode)
     renamed = make().model.model_copy(update={"name": "elsewhere/tiny"})
     assert save_searched(make(model=renamed), saved, {}).decode == DECODE

@@ -1,0 +1,158 @@
+"""Conformance of resuming: every command with --fresh goes through every test here.
+
+A run is interrupted after a third of its jobs. The next one repeats no finished job, and its result
+is that of a run that nothing interrupts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import artifacts
+from artifacts import HeadwiseError
+from headwise.__main__ import VERBS, main, parser_of
+from profiling.ledger import Ledger
+from tests.search.conftest import by_head, tiny_model
+
+__all__ = ["by_head", "tiny_model"]
+
+SMALL = "--model MODEL --dtype float32"
+LIMITS = "--max-kl 99 --max-perplexity 99 --max-nll 99 --max-lost 1"
+# Of each command: a small run, and its result in the folder OUT.
+RUNS = {
+    "search": (
+        f"{SMALL} --out OUT/new.yaml --length 512 --budget 0.8 --cost flops --no-picture "
+        f"--samples 1 --task prose {LIMITS}",
+        "new.yaml",
+    ),
+    "search --preset paper": (
+        f"{SMALL} --out OUT/new.yaml --length 512 --budget 0.6 --task passkey --no-picture",
+        "new.yaml",
+    ),
+    "evaluate": (
+        f"CONFIG {SMALL} --out OUT --length 512 --task passkey --samples 2 --no-speed --no-memory "
+        "--methods dense headwise",
+        "evaluation.json",
+    ),
+    "filters": (
+        f"CONFIG {SMALL} --out OUT/new.yaml --length 256 --steps 2 --task prose --filters 1 "
+        "--samples 1 --sparse 0.3",
+        "new.yaml",
+    ),
+    "kv": (
+        f"CONFIG {SMALL} --out OUT/new.yaml --length 256 --task passkey --forced 4 --samples 1 "
+        "--target-share 0.5",
+        "new.yaml",
+    ),
+    "decode": (
+        f"{SMALL} --policy full --policy streaming:window=28 --trials 1 --task-length 256 "
+        "--repeats 0 --json OUT/decode.json",
+        "decode.json",
+    ),
+    "stream": (
+        f"{SMALL} --out OUT --text TEXT --tokens 96 --block 32 --chunk 32 "
+        "--policy streaming:sinks=4,window=28 --recompute 32",
+        "stream.json",
+    ),
+}
+# Commands that keep their resume file, so that methods can be added later.
+KEEPS_LEDGER = ("evaluate",)
+RESUMABLE = {verb for verb in VERBS if "--fresh" in parser_of(verb)._option_string_actions}
+
+
+def result(path: Path) -> Any:
+    """Content of a result that does not depend on the time or the folder of a run."""
+    if path.suffix == ".yaml":
+        return artifacts.load(path).content_sha256
+    record = json.loads(path.read_text())
+    return untimed({name: record[name] for name in ("figures", "rows", "blocks") if name in record})
+
+
+def untimed(value: Any) -> Any:
+    """Leave out every field that has `second` in its name."""
+    if isinstance(value, list):
+        return [untimed(each) for each in value]
+    if isinstance(value, dict):
+        return {name: untimed(each) for name, each in value.items() if "second" not in name}
+    return value
+
+
+@pytest.fixture
+def command(tiny_model, by_head, tmp_path):
+    """command(verb, out, *more): run a verb into a folder of that name."""
+    text = tmp_path / "text.txt"
+    text.write_text("The clerk counted seven boats. " * 20)
+    places = {"MODEL": tiny_model, "CONFIG": by_head, "TEXT": text}
+
+    def run(verb, out, *more):
+        words, name = RUNS[verb]
+        folder = tmp_path / out
+        folder.mkdir(exist_ok=True)
+        for place, path in {**places, "OUT": folder}.items():
+            words = words.replace(place, str(path))
+        assert main([*verb.split(), *words.split(), *more]) in (0, None)
+        return folder / name
+
+    return run
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """puts(limit): names of the jobs finished from now on; interrupts the run after `limit`."""
+    put = Ledger.put
+
+    def record(limit=math.inf):
+        names: list[str] = []
+
+        def counted(ledger, unit, value):
+            stored = put(ledger, unit, value)
+            names.append(unit.name)
+            if len(names) == limit:
+                raise KeyboardInterrupt
+            return stored
+
+        monkeypatch.setattr(Ledger, "put", counted)
+        return names
+
+    return record
+
+
+def test_resume_every_command_with_fresh_has_a_run():
+    assert {words.split()[0] for words in RUNS} == RESUMABLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", RUNS)
+def test_resume_repeats_no_finished_job_and_finds_the_same(verb, command, puts, tmp_path, capsys):
+    jobs = puts()
+    whole = result(command(verb, "whole"))
+    # Within the jobs of the first cache of a stream, which has to be filled again.
+    limit = max(1, len(jobs) // 3)
+    assert limit < len(jobs)
+    finished = puts(limit)
+    with pytest.raises(KeyboardInterrupt):
+        command(verb, "resumed")
+    name = RUNS[verb][1]
+    assert not (tmp_path / "resumed" / name).exists()
+    again = puts()
+    capsys.readouterr()
+    assert result(command(verb, "resumed")) == whole
+    assert f"{limit} jobs are finished" in capsys.readouterr().err
+    assert sorted([*finished, *again]) == sorted(jobs)
+    assert bool(list((tmp_path / "resumed").glob("*.ledger"))) == (verb in KEEPS_LEDGER)
+
+
+@pytest.mark.slow
+def test_resume_of_other_settings_is_refused_and_fresh_discards(command, puts, tmp_path):
+    puts(1)
+    with pytest.raises(KeyboardInterrupt):
+        command("stream", "out")
+    with pytest.raises(HeadwiseError, match="--fresh"):
+        command("stream", "out", "--stride", "3")
+    puts()
+    command("stream", "out", "--stride", "3", "--fresh")
