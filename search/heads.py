@@ -5,8 +5,6 @@ Exit status 3: attention is less than 1.05 times as fast as the fastest dense at
 first token is slower (no file without --keep), or noise hides which is faster.
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
-
-`python -m search.heads` is the same command.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from pydantic import TypeAdapter
 import artifacts
 from artifacts.analysis.density import LONGEST, densities, density, mean_density
 from artifacts.schema.fields import LARGEST
-from kernels.patterns import LayerPlan, make
-from kernels.patterns.vertical_slash import VerticalSlash, select
+from kernels.patterns import Inputs, LayerPlan, make
+from kernels.patterns.last_queries import Masses
+from kernels.patterns.vertical_slash import Lines, VerticalSlash
 from tests.artifacts.conftest import build, build_every_kind
 
 size = st.integers(1, 1500)
@@ -44,7 +45,9 @@ def test_density_equals_the_count_of_the_kernels(kind, data, length, tail):
 def test_density_of_vertical_slash_is_of_near_diagonals():
     length, vertical, slash = 1024, 200, 300
     nearest = torch.arange(length, 0, -1.0)[None, None]
-    index = select(nearest, nearest, [VerticalSlash(vertical=vertical, slash=slash)], q_len=length)
+    inputs = Inputs([0], torch.zeros(1, 1, length, 8), torch.zeros(1, 1, length, 8), scale=1.0)
+    lines = Lines.read(inputs, masses=Masses(nearest, nearest))
+    index = lines([VerticalSlash(vertical=vertical, slash=slash)])
     counted = density(artifacts.VerticalSlash(vertical=vertical, slash=slash), length)
     assert counted == float(index.computed_tiles()[0, 0]) / index.causal_tiles
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "search", "tests")
+PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search", "tests")
 
 # By file: the line that the text goes before, and the text; no line for a file that is new.
 WALK = {
@@ -79,12 +79,12 @@ import artifacts
 import pytest
 import torch
 from artifacts.analysis.density import density
+from headwise.__main__ import main
 from artifacts.page.artifact import render
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.pictures.patterns import figure
 from runtime.layers import make_plans
-from search.heads import main
 from search.model import search as page
 from search.model.candidates import candidate_grid
 from search.model.rows import as_artifact_pattern
@@ -127,7 +127,7 @@ save_tiny(here / "model")
 limits = "--max-kl 9 --max-perplexity 9 --max-nll 9 --max-lost 1 --cost flops --no-picture"
 command = f"--length 512 --task passkey --budget 0.8 --dtype float32 {limits}"
 words = ["--model", str(here / "model"), "--out", str(here / "found.yaml"), *command.split()]
-assert main(words) == 0
+assert main(["search", *words]) == 0
 found, scores = artifacts.load_pair(here / "found.yaml")
 assert "band" in found.search.summary.winners, found.search.summary.winners
 assert "candidates.0.band_1.objective" in scores
