@@ -362,8 +362,10 @@ def parser_of_words(words: list[str]) -> tuple[ArgumentParser, list[str]] | None
             return parser_of(words[at + 2]), words[at + 3 :]
         if name.partition(".")[0] not in OURS:
             return None
-        verbs = {module: verb for verb, module in VERBS.items()}
-        return parser_of(verbs[name]), words[at + 2 :]
+        of_module = {module: verb for verb, module in VERBS.items()}
+        if name in of_module:
+            return parser_of(of_module[name]), words[at + 2 :]
+        return import_module(name).parser(), words[at + 2 :]
     script = ROOT / words[1]
     assert script.is_file(), f"no script {words[1]}"
     with pytest.MonkeyPatch.context() as patch:
