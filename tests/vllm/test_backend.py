@@ -51,7 +51,7 @@ def choose(monkeypatch):
 @pytest.mark.parametrize(
     "path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"]
 )
-def test_the_parent_is_what_vllm_would_have_chosen(choose, path):
+def test_backend_parent_is_vllm_default(choose, path):
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     parent = resolve_obj_by_qualname(f"{_BACKENDS}.{path}")
@@ -74,7 +74,7 @@ def test_the_parent_is_what_vllm_would_have_chosen(choose, path):
     assert plain.get_preferred_block_size(16) == 16
 
 
-def test_a_parent_whose_cache_is_not_read_is_passed_over(choose, caplog):
+def test_backend_skips_parent_with_unreadable_cache(choose, caplog):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     with caplog.at_level(logging.INFO, logger="vllm.headwise"):
@@ -102,7 +102,7 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose, caplog):
         ("ALWAYS", {"drafts": 16}, "NEVER"),
     ],
 )
-def test_graphs_are_of_what_can_be_replayed(monkeypatch, parents, artifact, ours):
+def test_cuda_graph_support_covers_replayable_steps(monkeypatch, parents, artifact, ours):
     from vllm.v1.attention.backend import AttentionCGSupport
 
     class Parent:

@@ -55,7 +55,7 @@ def eagle(transformers, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "draft_model"])
-def test_drafts(model, artifact, transformers, eagle, method):
+def test_draft_tokens_match_transformers(model, artifact, transformers, eagle, method):
     with_model = {
         "method": method,
         "model": model if method == "draft_model" else eagle,
@@ -74,7 +74,7 @@ def test_drafts(model, artifact, transformers, eagle, method):
     assert ("a draft model's, or another backend's" in found["layers"]) == (method != "ngram")
 
 
-def test_drafts_are_verified_by_chosen_tokens(model, artifact, transformers):
+def test_drafts_are_verified_with_selected_tokens(model, artifact, transformers):
     path = artifact(decode=DECODE)
     with get_context("spawn").Pool(1) as apart:
         made, steps, found = apart.apply(drafted, (model, path, NGRAMS))

@@ -62,7 +62,7 @@ class EightBits(DynamicCache):
     ],
     ids=["e4m3", "e5m2, kv_cache"],
 )
-def test_tokens(
+def test_eight_bit_cache_tokens_match_transformers(
     model: str,
     artifact: Any,
     transformers: Transformers,

@@ -15,7 +15,7 @@ NONE = (None,) * 3
     [({"decode": DECODE}, 40), ({"kv_cache": kept("snap", "snap", "full")}, 75)],
     ids=["decode", "snapkv"],
 )
-def test_what_was_preempted_chooses_again(model, artifact, transformers, sections, pages):
+def test_preempted_request_selects_tokens_again(model, artifact, transformers, sections, pages):
     path, prompts = artifact(NONE, **sections), [prompt(330, 20 + i) for i in range(3)]
     # A request grows from 11 pages of a layer to 15: not all three can end together.
     small = {
@@ -34,7 +34,7 @@ def test_what_was_preempted_chooses_again(model, artifact, transformers, section
 # 951 tokens are 30 pages of a layer, 188 of 940 are 6; the last page is that of what is generated.
 # A window of 100 tokens lies in 4 or 5 pages, the 4 tokens before it in one.
 @pytest.mark.parametrize(("name", "pages"), [("full", {30}), ("snap", {6 + 1}), ("stream", {5, 6})])
-def test_pages_go_back(model, artifact, name, pages):
+def test_dropped_pages_are_freed(model, artifact, name, pages):
     path = artifact(NONE, kv_cache=kept(name, name, "full"))
     # Memory for four whole requests.
     blocks = 129 if name == "full" else 3 * 128 + 1

@@ -20,7 +20,7 @@ CHUNKS = WHOLE | {"max_num_batched_tokens": 512, "max_num_seqs": 8}
 
 
 @pytest.mark.model
-def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+def test_smollm2_tokens_match_transformers(tmp_path: Path) -> None:
     loaded = load_model("smollm2", dtype="float32")
     names = ("vs", "a", "bs")
     rows = tuple(

@@ -30,7 +30,7 @@ def attention(served: Engine) -> tuple[Any, list[Any], list[Any]]:
     return runner.vllm_config, layers, builders
 
 
-def test_without_an_artifact_everything_is_the_parents(model):
+def test_engine_without_artifact_uses_parent(model):
     from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionBackendImpl,
         CPUAttentionMetadataBuilder,
@@ -55,7 +55,7 @@ def test_stats_count_prefills(model, artifact):
         assert stats()["prefill_tokens"] == {"sparse": 300}
 
 
-def test_the_command_that_check_prints_starts_here(model, artifact, capsys):
+def test_check_command_starts_vllm(model, artifact, capsys):
     assert main(["check", artifact(), "--model", model]) == 0
     program, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     # The command `vllm` of a build for CPUs ends with a traceback here.
@@ -73,7 +73,7 @@ def refused(model: str, given: Any, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_an_artifact_that_does_not_fit_ends_the_start(model, artifact, tmp_path):
+def test_engine_start_rejects_artifact_that_does_not_fit(model, artifact, tmp_path):
     path = artifact()
     assert "has the content hash" in refused(model, {"artifact": path, "content_sha256": "0" * 64})
     loaded = artifacts.load(path)
@@ -98,12 +98,12 @@ def benchmark(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_no_speed_is_told_where_nothing_was_sparse(model, artifact):
+def test_benchmark_reports_no_speed_without_sparse_prefill(model, artifact):
     done = benchmark(artifact(), "--model", model, "--length", "100")
     assert done.returncode == 2 and "error: no prefill of 100 tokens was sparse" in done.stderr
 
 
-def test_the_benchmark_tells_all_three_ways(model, artifact):
+def test_benchmark_reports_all_three_backends(model, artifact):
     words = ["--model", model, "--length", "400", "--tokens", "5"]
     *rows, ratio, record = benchmark(artifact(decode=DECODE), *words).stdout.splitlines()[-5:]
     ways = ["vLLM's own attention", "dense by Headwise's kernel", "Headwise"]

@@ -38,7 +38,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prompts_alone_and_together(name, model, artifact, transformers):
+def test_tokens_of_single_and_batched_prompts_match_transformers(
+    name, model, artifact, transformers
+):
     rows, sections, settings = CASES[name]
     prompts = PROMPTS + CUT * ("chunks" in name)
     path = artifact(rows, **sections)
@@ -78,7 +80,9 @@ def test_prompts_alone_and_together(name, model, artifact, transformers):
     [(None, ROWS, {}), (32, ROWS, {}), (None, NONE, {"decode": DECODE})],
     ids=["patterns", "small pages", "decode"],
 )
-def test_cached_prefixes(model, artifact, transformers, block_size, rows, sections):
+def test_tokens_with_cached_prefixes_match_transformers(
+    model, artifact, transformers, block_size, rows, sections
+):
     path, shared = artifact(rows, **sections), prompt(700)
     first, second, third = shared + prompt(80, 1), shared + prompt(200, 2), shared + prompt(30, 3)
     with engine(model, path, enable_prefix_caching=True, block_size=block_size) as served:
@@ -96,7 +100,7 @@ def test_cached_prefixes(model, artifact, transformers, block_size, rows, sectio
         assert list(each.outputs[0].token_ids) == wanted
 
 
-def test_dense_by_our_kernel(model, artifact, transformers):
+def test_dense_kernel_tokens_match_transformers(model, artifact, transformers):
     # Nothing of the artifact is left, its decode section neither.
     given = {"artifact": artifact(decode=DECODE), "dense": True}
     with engine(model, additional_config={"headwise": given}) as served:
@@ -108,7 +112,7 @@ def test_dense_by_our_kernel(model, artifact, transformers):
     assert found["layers"] == {"dense by kernel": "0-2"}
 
 
-def test_a_compiled_model(model, artifact, transformers, monkeypatch):
+def test_compiled_model_tokens_match_transformers(model, artifact, transformers, monkeypatch):
     # vLLM's own switch for tests: traced as ever, and run without its compiler.
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     path = artifact()
@@ -117,7 +121,7 @@ def test_a_compiled_model(model, artifact, transformers, monkeypatch):
         assert served.tokens(PROMPTS) == wanted
 
 
-def test_a_dense_artifact_is_the_parent_to_the_bit(model, artifact):
+def test_dense_artifact_equals_parent_bitwise(model, artifact):
     def outcome(path):
         with engine(model, path) as served:
             done = served.generate(PROMPTS, logprobs=1)
@@ -129,7 +133,7 @@ def test_a_dense_artifact_is_the_parent_to_the_bit(model, artifact):
     assert outcome(artifact((("dense",) * 4,) * 3)) == outcome(None)
 
 
-def test_heads_are_those_of_the_rank(model, artifact, transformers):
+def test_tensor_parallel_ranks_use_their_heads(model, artifact, transformers):
     from vllm import LLM, SamplingParams
 
     # By head: what KV heads of one process choose, those of the other read; they keep unlike
