@@ -41,7 +41,7 @@ PRUNABLE = [family for family in FAMILIES if family not in (*LATENT, *SINKS)]
         *((family, layout) for family in ("Gemma3", "GptOss") for layout in ("129", "right")),
     ],
 )
-def test_a_batch_is_its_sequences_by_the_index_as_a_mask(family, layout, build, apply, masked, ids):
+def test_batch_matches_single_sequences_masked_by_index(family, layout, build, apply, masked, ids):
     # Windows of layers that slide hold the padding on the right, too: nothing follows it.
     more = 0 if layout == "right" else 3
     model, real = build(family), real_of(layout, more)
@@ -82,7 +82,7 @@ def test_a_batch_is_its_sequences_by_the_index_as_a_mask(family, layout, build, 
         ),
     ],
 )
-def test_a_compiled_batch_is_served_as_it_is_uncompiled(
+def test_compiled_batch_matches_uncompiled(
     family, changes, layouts, dense, graphs, build, apply, ids
 ):
     """By patterns or, without an artifact, by the kernels of dense attention."""
@@ -119,7 +119,7 @@ def whole(model: Any, layer: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_for, ids):
+def test_sections_that_keep_all_tokens_change_nothing(family, build, artifact_for, ids):
     model, prompt, forced = build(family), ids(150), ids(2, seed=1)
     expected = steps(model, prompt, forced)
     first = full_layers(attention_layers(model))[0]
@@ -141,7 +141,7 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SINKS])
-def test_a_filter_layer_finds_its_cache_where_the_model_clones_its_keys(
+def test_filter_layer_finds_its_cache_with_cloned_keys(
     family, build, artifact_for, ids, monkeypatch
 ):
     update = Cache.update
@@ -172,7 +172,7 @@ def test_a_filter_layer_finds_its_cache_where_the_model_clones_its_keys(
         ("GptOss", "decode", r"has learned attention sinks: the decode section"),
     ],
 )
-def test_a_section_a_layer_cannot_serve_is_refused(family, section, cause, build, artifact_for):
+def test_apply_rejects_section_unsupported_by_layer(family, section, cause, build, artifact_for):
     model = build(family)
     sections = whole(model, 1)
     headwise = LoadedArtifact(artifact_for(model).model_copy(update={section: sections[section]}))
@@ -183,7 +183,7 @@ def test_a_section_a_layer_cannot_serve_is_refused(family, section, cause, build
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "GptOss"])
-def test_a_dense_artifact_rounds_as_the_model_does(family, build, apply, ids):
+def test_dense_artifact_rounding_error_matches_model(family, build, apply, ids):
     model = build(family).bfloat16()
     prompt = ids(200, batch=2)
     rounded = model(prompt).logits
@@ -193,7 +193,7 @@ def test_a_dense_artifact_rounds_as_the_model_does(family, build, apply, ids):
     assert (found - exact).norm() < 1.5 * (rounded - exact).norm() + 1e-3
 
 
-def test_the_index_is_built_with_the_scale_of_the_model(build, apply, masked, ids):
+def test_index_uses_model_scale(build, apply, masked, ids):
     model, prompt = build("Gemma3", query_pre_attn_scalar=100_000), ids(600)
     with masked(model):
         expected = model(prompt).logits
@@ -203,7 +203,7 @@ def test_the_index_is_built_with_the_scale_of_the_model(build, apply, masked, id
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_served_is_refused_by_the_cause(name, build, artifact_for):
+def test_apply_rejects_unsupported_model_with_cause(name, build, artifact_for):
     model = refused_model(name)
     with pytest.raises(HeadwiseError) as error:
         LoadedArtifact(artifact_for(build())).apply(model)
@@ -211,7 +211,7 @@ def test_what_cannot_be_served_is_refused_by_the_cause(name, build, artifact_for
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Mixtral"])
-def test_a_model_that_slides_everywhere_is_served_as_before(family, build, apply, ids, warnings):
+def test_all_sliding_model_is_unchanged(family, build, apply, ids, warnings):
     model, prompt = build(family, sliding_window=40), ids(200)
     expected = model(prompt).logits
     with apply(model) as handle:
@@ -221,7 +221,7 @@ def test_a_model_that_slides_everywhere_is_served_as_before(family, build, apply
 
 
 @pytest.mark.parametrize("family", WITH_IMAGES)
-def test_the_text_part_of_a_model_with_images(family, apply, masked, ids):
+def test_text_part_of_image_model_matches_masked_model(family, apply, masked, ids):
     model, prompt = pictured_model(family), ids(200)
     with masked(model):
         expected = model(input_ids=prompt).logits
@@ -230,7 +230,7 @@ def test_the_text_part_of_a_model_with_images(family, apply, masked, ids):
         assert handle.stats()["sparse"] == 2
 
 
-def test_the_docs_say_what_is_tested():
+def test_docs_list_tested_architectures():
     page = (Path(__file__).parents[2] / "docs/served.md").read_text()
     section = page.split("\n## Architectures\n")[1].split("\n## ")[0]
     served, refused = section.split("\n### Refused\n")
@@ -244,7 +244,7 @@ def test_the_docs_say_what_is_tested():
     assert causes == {name: REFUSED[name]["cause"] for name in REFUSED.keys() - newer}
 
 
-def test_the_readme_names_the_versions_that_are_tested():
+def test_readme_names_tested_versions():
     root = Path(__file__).parents[2]
     oldest = re.findall(r'"transformers>=([\d.]+),', (root / "pyproject.toml").read_text())
     newest = re.findall(r"^transformers==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M)

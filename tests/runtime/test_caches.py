@@ -26,7 +26,7 @@ from tests.runtime.omnikv import CLOSE
         ("Llama", (150, 150, 200), 128),
     ],
 )
-def test_a_sparse_chunk_sees_the_whole_past(family, chunks, searched, build, apply, masked, ids):
+def test_sparse_chunk_attends_to_whole_past(family, chunks, searched, build, apply, masked, ids):
     """Slots of a static cache that are not filled yet are not seen; sizes that grow go with the
     keys of a chunk."""
     model, prompt = build(family), ids(sum(chunks))
@@ -46,7 +46,7 @@ def test_a_sparse_chunk_sees_the_whole_past(family, chunks, searched, build, app
         assert (as_found - expected).abs().max() > 1e-2
 
 
-def test_a_later_chunk_is_dense_for_the_sequence_that_is_still_short(build, apply, ids):
+def test_later_chunk_is_dense_for_short_sequence(build, apply, ids):
     model, tokens, real = build(), ids(400, batch=2), real_from(400, 0, 200)
     options = {"strict": True, "dense_below": 305}
     with apply(model, **options) as handle:
@@ -60,7 +60,7 @@ def test_a_later_chunk_is_dense_for_the_sequence_that_is_still_short(build, appl
 
 
 @pytest.mark.parametrize("lengths", [(100, 200), (100,)], ids=str)
-def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(
+def test_dense_chunk_in_static_cache_matches_sdpa(
     lengths, build, apply, ids, monkeypatch, warnings
 ):
     def run():
@@ -76,7 +76,7 @@ def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(
     assert len(warnings()) == len(lengths) - 1
 
 
-def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monkeypatch):
+def test_turn_within_dense_tail_builds_no_index(build, artifact_for, ids, monkeypatch):
     """Every one of its queries sees every key in any case: dense attention says the same, without
     choosing first."""
     model = build()
@@ -109,7 +109,7 @@ def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monke
     ("selector", "offload"),
     [(None, "never"), ("last", "never"), ("last", "packed"), ("uniform", "packed")],
 )
-def test_a_used_cache_can_be_pickled(offload, selector, build, artifact_for, decoding, ids):
+def test_used_cache_pickles(offload, selector, build, artifact_for, decoding, ids):
     """The keys of OmniKV's filter layers, and of caches that grow, named their layer by a reference
     that cannot be."""
     model, tokens = build(num_hidden_layers=6), ids(156)

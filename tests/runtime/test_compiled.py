@@ -21,7 +21,9 @@ SMALL = {"num_hidden_layers": 1}
     ("family", "changes"),
     [("Llama", SMALL), pytest.param("Gemma3", {}, marks=pytest.mark.exhaustive)],
 )
-def test_static_decode_is_the_graphs_it_was(family, changes, graphs, build, apply, masked, ids):
+def test_static_decode_with_artifact_compiles_no_more_graphs(
+    family, changes, graphs, build, apply, masked, ids
+):
     model = build(family, **changes)
     prompts = [ids(200), ids(200, seed=1)]
     compiled = CompileConfig(backend=graphs, fullgraph=True, mode=None, dynamic=None)
@@ -45,7 +47,9 @@ def test_static_decode_is_the_graphs_it_was(family, changes, graphs, build, appl
 
 
 @pytest.mark.exhaustive
-def test_lengths_may_change_and_packed_prompts_are_dense(graphs, build, apply, ids, warnings):
+def test_compiled_prefill_serves_new_lengths_and_packed_prompts_densely(
+    graphs, build, apply, ids, warnings
+):
     model, prompt = build(**SMALL), ids(300)
     forward = torch.compile(model.forward, backend=graphs)
     dense = model(prompt).logits
@@ -77,7 +81,7 @@ STREAM = artifacts.KVCache(
         pytest.param("packed", "model", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_compiled_model_generates_the_same(
+def test_compiled_generate_equals_uncompiled(
     section, compiled, graphs, build, artifact_for, decoding, ids, warnings
 ):
     if section == "kv_cache":

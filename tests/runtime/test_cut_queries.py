@@ -42,7 +42,7 @@ def shared(request, build):
 
 @pytest.mark.parametrize("by", WAYS)
 @pytest.mark.parametrize("length", [9, 40, 300])
-def test_apply_dense_few_logits_equal_those_of_all(by, length, shared, ids):
+def test_apply_dense_last_logits_equal_all_logits(by, length, shared, ids):
     prompt = ids(length, batch=2)
     real = torch.ones_like(prompt)
     real[1, : length // 3] = 0
@@ -56,7 +56,7 @@ def test_apply_dense_few_logits_equal_those_of_all(by, length, shared, ids):
 
 @pytest.mark.parametrize("by", WAYS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_apply_dense_chunks_and_drafts_of_cut_queries_equal_the_whole(by, cache, build, ids):
+def test_apply_dense_chunks_and_drafts_equal_whole_prefill(by, cache, build, ids):
     model, tokens = build("Gemma4", **GEMMA4_SHARED), ids(120)
     expected = model(tokens).logits
     with apply_dense(model, by=by) as handle:
@@ -72,7 +72,7 @@ def test_apply_dense_chunks_and_drafts_of_cut_queries_equal_the_whole(by, cache,
 
 
 @pytest.mark.parametrize("by", WAYS)
-def test_generate_with_prompt_lookup_gives_the_greedy_tokens(by, build, ids):
+def test_generate_with_prompt_lookup_equals_greedy(by, build, ids):
     model = build("Gemma4", **GEMMA4_SHARED)
     prompt = ids(20).repeat(1, 3)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -84,7 +84,7 @@ def test_generate_with_prompt_lookup_gives_the_greedy_tokens(by, build, ids):
                 assert torch.equal(found, expected)
 
 
-def test_generate_with_an_assistant_gives_the_greedy_tokens(build, ids):
+def test_generate_with_assistant_equals_greedy(build, ids):
     model, prompt = build("Gemma4", **GEMMA4_SHARED), ids(60)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, **options)
@@ -96,9 +96,7 @@ def test_generate_with_an_assistant_gives_the_greedy_tokens(build, ids):
 
 
 @pytest.mark.parametrize("kept", [0, 70])
-def test_apply_serves_shared_layers_by_patterns_without_making_a_mask(
-    kept, shared, apply, masked, ids, monkeypatch
-):
+def test_apply_shared_layers_builds_no_mask(kept, shared, apply, masked, ids, monkeypatch):
     prompt = ids(600)
     with masked(shared):
         expected = shared(prompt).logits
@@ -112,7 +110,7 @@ def test_apply_serves_shared_layers_by_patterns_without_making_a_mask(
 
 
 @pytest.mark.parametrize("section", ["kv_cache", "decode"])
-def test_apply_refuses_a_section_where_layers_share_keys_and_values(section, shared, artifact_for):
+def test_apply_rejects_section_for_shared_keys_and_values(section, shared, artifact_for):
     rows = tuple("f" if kind == "full_attention" else None for kind in GEMMA4_SHARED["layer_types"])
     sections = {
         "kv_cache": artifacts.KVCache(policies={"f": artifacts.Full()}, layers=rows),
@@ -127,7 +125,7 @@ def test_apply_refuses_a_section_where_layers_share_keys_and_values(section, sha
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("queries", [2, 16, 40])
-def test_attention_without_a_mask_takes_queries_for_the_last_of_the_keys(attention, queries, build):
+def test_attention_without_mask_aligns_queries_to_last_keys(attention, queries, build):
     """Also where nothing is applied to the module."""
     config = build().config
     module = LlamaAttention(config, 0).eval()

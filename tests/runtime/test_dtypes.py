@@ -112,7 +112,7 @@ def model_for(build: Any, way: str) -> Any:
     ("backend", "dtype"), [("auto", torch.bfloat16), ("reference", torch.float64)]
 )
 @pytest.mark.parametrize("way", [*POLICIES, *SECTIONS, *KINDS, *DENSE])
-def test_serving_under_another_default_dtype_is_the_same(way, backend, dtype, build, serve):
+def test_serving_with_other_default_dtype_is_unchanged(way, backend, dtype, build, serve):
     model = model_for(build, way)
     expected, counts = serve(model, way, backend=backend)
     with default_dtype(dtype):
@@ -123,7 +123,7 @@ def test_serving_under_another_default_dtype_is_the_same(way, backend, dtype, bu
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_density_under_another_default_dtype_is_the_same(kind, dtype):
+def test_density_with_other_default_dtype_is_unchanged(kind, dtype):
     pattern = make(**KINDS[kind].model_dump())
     q = torch.randn(1, 2, N, 16, dtype=torch.float32)
     expected = LayerPlan([pattern] * 2, 1).build(q, q[:, :1]).density()
@@ -153,7 +153,7 @@ def assert_near(ids) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("way", [*KINDS, *DENSE])
-def test_prefill_under_autocast_is_served_as_without(way, build, serve, assert_near):
+def test_prefill_under_autocast_matches_no_autocast(way, build, serve, assert_near):
     model = build(num_hidden_layers=1)
     expected, counts = serve(model, way)
     with torch.autocast("cpu", torch.bfloat16):
@@ -164,7 +164,7 @@ def test_prefill_under_autocast_is_served_as_without(way, build, serve, assert_n
 
 @pytest.mark.parametrize("cache", ["transformers", "none"])
 @pytest.mark.parametrize("way", ["a_64_64", *DENSE])
-def test_any_cache_under_autocast_is_served_as_without(way, cache, build, serve, assert_near):
+def test_any_cache_under_autocast_matches_no_autocast(way, cache, build, serve, assert_near):
     model = build(num_hidden_layers=1)
     expected, counts = serve(model, way, cache)
     with torch.autocast("cpu", torch.bfloat16):
@@ -177,7 +177,7 @@ def test_any_cache_under_autocast_is_served_as_without(way, cache, build, serve,
     ("way", "offload"),
     [*((way, "never") for way in (*POLICIES, *SECTIONS)), *((way, "packed") for way in SECTIONS)],
 )
-def test_caches_under_autocast_serve_as_without(way, offload, build, serve, assert_near):
+def test_headwise_caches_under_autocast_match_no_autocast(way, offload, build, serve, assert_near):
     model = model_for(build, way)
     for batch in (1, 3):
         expected, counts = serve(model, way, batch=batch, offload=offload)
@@ -189,9 +189,7 @@ def test_caches_under_autocast_serve_as_without(way, offload, build, serve, asse
 
 @pytest.mark.parametrize("offload", ["never", "packed"])
 @pytest.mark.parametrize("way", ["a_64_64", "streaming", "omnikv", "omnikv prefill"])
-def test_a_cache_under_autocast_goes_on_without_it_and_the_other_way_round(
-    way, offload, build, loaded, ids, assert_near
-):
+def test_cache_continues_when_autocast_toggles(way, offload, build, loaded, ids, assert_near):
     model, tokens = model_for(build, way), ids(N + 6)
     parts = (N // 2, N // 2, 1, 2, 1, 2)
 
@@ -213,7 +211,7 @@ def test_a_cache_under_autocast_goes_on_without_it_and_the_other_way_round(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_cache_under_autocast_holds_its_dtype(dtype, build, loaded, ids):
+def test_cache_under_autocast_keeps_dtype(dtype, build, loaded, ids):
     model = build()
     for way in ("a_64_64", "h2o"):
         with loaded(model, way).apply(model) as handle, torch.autocast("cpu", dtype):
@@ -227,7 +225,7 @@ def test_a_cache_under_autocast_holds_its_dtype(dtype, build, loaded, ids):
             assert half < 0.8 * handle.cache_bytes(made).device
 
 
-def test_a_float64_model_under_autocast_stays_float64(build, loaded, ids):
+def test_float64_model_under_autocast_stays_float64(build, loaded, ids):
     """Autocast leaves it alone, too."""
     model = build().double()
     with loaded(model, "a_64_64").apply(model, backend="reference") as handle:
@@ -238,9 +236,7 @@ def test_a_float64_model_under_autocast_stays_float64(build, loaded, ids):
 
 
 @pytest.mark.parametrize("way", ["a_64_64", "h2o", "omnikv"])
-def test_queries_that_a_rotation_widens_are_served_in_the_dtype_of_the_weights(
-    way, build, serve, monkeypatch
-):
+def test_queries_widened_by_rotation_use_weight_dtype(way, build, serve, monkeypatch):
     model = model_for(build, way).to(torch.bfloat16)
     ways = [(way, "never"), (way, "packed")]
     expected = [serve(model, way, offload=offload) for way, offload in ways]

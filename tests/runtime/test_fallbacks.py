@@ -56,7 +56,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("family", "call", "reason"), CALLS)
-def test_a_call_is_dense_and_said_once_or_raised(
+def test_unsupported_call_is_dense_and_warns_once_or_raises(
     family, call, reason, build, artifact_for, ids, warnings
 ):
     model = pictured_model("Gemma3") if family == "pictured" else build(family)
@@ -81,7 +81,7 @@ def test_a_call_is_dense_and_said_once_or_raised(
         torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
 
 
-def test_tokens_after_a_padded_prompt_with_images(artifact_for, ids):
+def test_decode_after_padded_prompt_with_images_matches_dense(artifact_for, ids):
     model, prompt, skipped = pictured_model("Gemma3"), ids(300), 40
     short = torch.nn.functional.pad(prompt[:, :-skipped], (skipped, 0))
     types = calls(prompt)["images"]["token_type_ids"]
@@ -99,7 +99,7 @@ def test_tokens_after_a_padded_prompt_with_images(artifact_for, ids):
 
 
 @pytest.mark.parametrize(("family", "before"), [("Llama", "sdpa"), ("Gemma3", "eager")])
-def test_attention_weights_are_those_of_eager(family, before, build, apply, ids, warnings):
+def test_attention_weights_match_eager(family, before, build, apply, ids, warnings):
     model, prompt, real = build(family), ids(160, batch=2), real_from(161, 20, 0)
 
     def run():
@@ -124,7 +124,7 @@ def test_attention_weights_are_those_of_eager(family, before, build, apply, ids,
         model(prompt, output_attentions=True)
 
 
-def test_attention_weights_while_generating(build, apply, ids):
+def test_attention_weights_during_generate_match_eager(build, apply, ids):
     """Without padding, and several tokens one after the other."""
     model, prompt = build(attn_implementation="eager"), ids(150)
     options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
@@ -138,7 +138,7 @@ def test_attention_weights_while_generating(build, apply, ids):
 
 
 @pytest.mark.parametrize(("way", "layers"), [("plain", 2), ("checkpointed", 2), ("compiled", 1)])
-def test_training_is_dense_with_equal_gradients(way, layers, build, apply, ids, warnings, graphs):
+def test_training_is_dense_and_gradients_match(way, layers, build, apply, ids, warnings, graphs):
     model, prompt = build(num_hidden_layers=layers).train(), ids(200)
     if way == "checkpointed":
         model.gradient_checkpointing_enable()
@@ -157,7 +157,7 @@ def test_training_is_dense_with_equal_gradients(way, layers, build, apply, ids, 
     assert len(warnings()) == 1 and "gradients" in warnings()[0]
 
 
-def test_training_mode_without_gradients_is_sparse_unless_it_drops_out(build, apply, ids, warnings):
+def test_training_mode_without_gradients_is_sparse_without_dropout(build, apply, ids, warnings):
     model, prompt = build().train(), ids(200)
     with apply(model, strict=True):
         expected = model(prompt).logits
@@ -170,7 +170,7 @@ def test_training_mode_without_gradients_is_sparse_unless_it_drops_out(build, ap
     assert len(warnings()) == 1 and "dropout" in warnings()[0]
 
 
-def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_one(build, apply, ids, monkeypatch):
+def test_sparse_prefill_builds_no_mask(build, apply, ids, monkeypatch):
     made = []
 
     def counted(**given):
@@ -187,7 +187,7 @@ def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_one(build, apply, 
         assert made == [200]
 
 
-def test_heads_other_than_planned_are_dense(build, apply, warnings):
+def test_prefill_with_unplanned_heads_is_dense(build, apply, warnings):
     model = build()
     query = torch.randn(1, 2, 200, 64)
     key = torch.randn(1, 1, 200, 64)
@@ -203,9 +203,7 @@ def test_heads_other_than_planned_are_dense(build, apply, warnings):
     assert len(warnings()) == 1 and "(2, 1)" in warnings()[0] and "(4, 2)" in warnings()[0]
 
 
-def test_a_short_chunk_under_a_mask_made_by_hand_is_short_and_not_warned_of(
-    build, apply, ids, warnings, monkeypatch
-):
+def test_short_chunk_with_custom_mask_does_not_warn(build, apply, ids, warnings, monkeypatch):
     monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 128)
     model = build()
     cache = DynamicCache(config=model.config)

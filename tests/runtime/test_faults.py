@@ -50,7 +50,7 @@ class Failing:
 
 @pytest.mark.parametrize("where", ["run_by", "build"])
 @pytest.mark.parametrize(("error", "name"), FAULTS, ids=str)
-def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
+def test_kernel_failure_is_dense_for_one_call(
     error, name, where, build, apply, ids, warnings, monkeypatch
 ):
     model, prompt = build(), ids(200)
@@ -73,7 +73,7 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
 
 
 @pytest.mark.parametrize("error", [ValueError("q must be"), AssertionError("bug")], ids=str)
-def test_mistakes_of_ours_are_not_hidden(error, build, apply, ids, monkeypatch):
+def test_programming_errors_are_raised(error, build, apply, ids, monkeypatch):
     model = build()
     monkeypatch.setattr(registry, "run_by", Failing(registry.run_by, {1}, error))
     with apply(model), pytest.raises(type(error)):
@@ -83,7 +83,9 @@ def test_mistakes_of_ours_are_not_hidden(error, build, apply, ids, monkeypatch):
 @pytest.mark.parametrize(
     "broken", [{"CXX": "no-such-compiler"}, {"HEADWISE_CACHE": "/proc/version"}]
 )
-def test_without_compiler_or_folder_all_is_dense(broken, build, apply, ids, warnings, monkeypatch):
+def test_missing_compiler_or_build_folder_is_dense(
+    broken, build, apply, ids, warnings, monkeypatch
+):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     for name, value in broken.items():
@@ -104,7 +106,7 @@ def test_without_compiler_or_folder_all_is_dense(broken, build, apply, ids, warn
         model(prompt)
 
 
-def test_after_a_cancelled_generation_the_next_is_right(build, decoding, ids):
+def test_generate_after_cancelled_generation_is_correct(build, decoding, ids):
     model, prompt, other = build(**LAYERS), ids(150), ids(150, seed=3)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     forward = model.model.layers[3].self_attn.forward
@@ -119,7 +121,7 @@ def test_after_a_cancelled_generation_the_next_is_right(build, decoding, ids):
     assert torch.equal(found, expected)
 
 
-def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids, monkeypatch):
+def test_filter_layer_failure_keeps_no_selection(build, decoding, ids, monkeypatch):
     """A request of the same length before it chose tokens; the layers served must not take
     those."""
     from runtime.omnikv import decode
@@ -141,9 +143,7 @@ def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids,
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_cache_layers_of_unlike_lengths_are_served_as_without_us(
-    layer, build, apply, ids, warnings
-):
+def test_cache_layers_of_unequal_lengths_match_plain_model(layer, build, apply, ids, warnings):
     model, prompt = build(), ids(200)
 
     def broken():
@@ -192,7 +192,7 @@ def unbuilt(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
-def test_a_forward_asks_a_kernel_once_and_each_step_of_a_layer_once(
+def test_failing_kernel_is_called_once_per_forward_and_step(
     backend, build, apply, ids, monkeypatch
 ):
     """The first layer of a prefill decides for all of the forward."""
@@ -211,7 +211,7 @@ def test_a_forward_asks_a_kernel_once_and_each_step_of_a_layer_once(
     assert asked == ["attention", "decode", "decode"]
 
 
-def test_a_kernel_that_does_not_build_is_tried_once(unbuilt, build, apply, ids, warnings):
+def test_kernel_build_failure_is_tried_once(unbuilt, build, apply, ids, warnings):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     with apply(model, backend="auto") as handle:
@@ -228,7 +228,7 @@ def test_a_kernel_that_does_not_build_is_tried_once(unbuilt, build, apply, ids, 
                 model(prompt)
 
 
-def test_dense_by_a_kernel_that_does_not_build_is_the_model_s_own(unbuilt, build, ids):
+def test_dense_kernel_build_failure_uses_model_attention(unbuilt, build, ids):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     with apply_dense(model):
@@ -236,7 +236,7 @@ def test_dense_by_a_kernel_that_does_not_build_is_the_model_s_own(unbuilt, build
     assert unbuilt
 
 
-def test_a_chunk_by_chosen_tokens_is_dense_where_nothing_builds(unbuilt, build, decoding, ids):
+def test_chunk_by_selected_tokens_is_dense_if_no_kernel_builds(unbuilt, build, decoding, ids):
     model, tokens = build(**LAYERS), ids(300)
     expected = model(tokens).logits
     with decoding(model, prefill_ratio=0.5).apply(model) as handle:

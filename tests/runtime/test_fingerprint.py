@@ -13,7 +13,7 @@ from runtime.fingerprint import compare, fingerprint, weights_sha256
 from runtime.lazy import LazyTensor
 
 
-def test_fields(build):
+def test_fingerprint_fields(build):
     info = fingerprint(build(), name="tiny", revision="r1")
     assert (info.name, info.revision, info.architecture) == ("tiny", "r1", "LlamaForCausalLM")
     assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim) == (2, 4, 2, 64)
@@ -24,7 +24,7 @@ def test_fields(build):
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-def test_one_checkpoint_in_any_dtype_and_folder(stored, build, tmp_path):
+def test_fingerprint_ignores_dtype_and_folder(stored, build, tmp_path):
     model = build()
     model.model.layers[0].self_attn.q_proj.weight.data *= 1e-3
     model.to(stored).save_pretrained(tmp_path)
@@ -38,7 +38,7 @@ def test_one_checkpoint_in_any_dtype_and_folder(stored, build, tmp_path):
     compare(fingerprint(build(), name="a"), fingerprint(build(**changes), name="b", revision="r"))
 
 
-def test_every_parameter_counts_and_no_layout_in_memory(build):
+def test_fingerprint_covers_every_parameter_and_ignores_layout(build):
     model = build()
     hashes = [weights_sha256(model)]
     for name in ("lm_head", "model.norm", "model.layers.1.mlp.down_proj"):
@@ -51,21 +51,21 @@ def test_every_parameter_counts_and_no_layout_in_memory(build):
     assert not weight.is_contiguous() and weights_sha256(model) == hashes[-1]
 
 
-def test_tied_weights_count_once(build):
+def test_fingerprint_counts_tied_weights_once(build):
     tied = build(tie_word_embeddings=True)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert weights_sha256(tied) == weights_sha256(build(tie_word_embeddings=True))
     assert weights_sha256(tied) != weights_sha256(build())
 
 
-def test_weights_that_are_not_there_are_refused(build):
+def test_fingerprint_rejects_meta_weights(build):
     model = build().to("meta")
     told = r"got lm_head\.weight on the meta device: use check_weights=False"
     with pytest.raises(HeadwiseError, match=told):
         weights_sha256(model)
 
 
-def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for, warnings):
+def test_apply_unset_fingerprint_warns_or_raises_if_strict(build, artifact_for, warnings):
     model = build()
     artifact = artifact_for(model)
     unknown = artifact.model_copy(
@@ -152,7 +152,7 @@ def said(model):
         (said, "quantized weights (awq)"),
     ],
 )
-def test_weights_that_are_not_plain_are_not_compared(changed, why, build, artifact_for, warnings):
+def test_apply_rejects_weights_without_fingerprint(changed, why, build, artifact_for, warnings):
     headwise, model = LoadedArtifact(artifact_for(build())), changed(build())
     told = f"plain floating-point weights, got {re.escape(why)}: use check_weights=False"
     with pytest.raises(HeadwiseError, match=f"{told}.*other weights of the same") as error:
@@ -169,7 +169,7 @@ def test_weights_that_are_not_plain_are_not_compared(changed, why, build, artifa
 
 
 @pytest.mark.parametrize("changed", [adapted, stored])
-def test_adapters_and_tensors_of_other_types_are_served(changed, build, artifact_for, masked, ids):
+def test_apply_serves_adapters_and_tensor_subclasses(changed, build, artifact_for, masked, ids):
     artifact, model, prompt = artifact_for(build()), changed(build()), ids(200)
     with torch.no_grad(), masked(model):
         expected = model(prompt).logits

@@ -42,7 +42,7 @@ def model(build):
 @pytest.mark.parametrize("engine", [CopyEngine, SlowCopyEngine])
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120)])
-def test_offloading_changes_nothing(lengths, budget, engine, model, decoding, ids, monkeypatch):
+def test_offload_keeps_logits(lengths, budget, engine, model, decoding, ids, monkeypatch):
     monkeypatch.setattr("runtime.omnikv.bank.CopyEngine", engine)
     width = max(lengths)
     real = torch.stack([torch.arange(width) >= width - n for n in lengths]).long().to(DEVICE)
@@ -55,7 +55,9 @@ def test_offloading_changes_nothing(lengths, budget, engine, model, decoding, id
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_turns_crops_and_copies_wait_for_late_rows(inference, model, decoding, ids, monkeypatch):
+def test_offload_turns_crops_and_copies_wait_for_late_rows(
+    inference, model, decoding, ids, monkeypatch
+):
     monkeypatch.setattr("runtime.omnikv.bank.CopyEngine", SlowCopyEngine)
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):
@@ -76,7 +78,7 @@ def test_turns_crops_and_copies_wait_for_late_rows(inference, model, decoding, i
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
-def test_auto_is_packed_in_pinned_memory(model, decoding, ids):
+def test_offload_auto_uses_pinned_packed_memory(model, decoding, ids):
     with decoding(model).apply(model) as handle:
         cache = handle.new_cache()
         steps(model, ids(150).to(DEVICE), ids(4, seed=9).to(DEVICE), cache)
@@ -86,7 +88,7 @@ def test_auto_is_packed_in_pinned_memory(model, decoding, ids):
 
 
 @pytest.mark.parametrize("offload", ["never", "packed"])
-def test_bytes_are_those_of_the_allocator(offload, build, decoding):
+def test_cache_bytes_match_cuda_allocator(offload, build, decoding):
     model = build(**LAYERS).to(DEVICE, torch.bfloat16)
     with decoding(model, budget=2048).apply(model, check_weights=False) as handle:
         cache = handle.new_cache(offload=offload)
@@ -116,7 +118,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("sizes", [(1,), (70, 1), (64, 33, 1)])
 @pytest.mark.parametrize("name", [*POLICIES, "rolling"])
-def test_a_gpu_gives_what_the_cpu_does(name, sizes, build, keeping, ids):
+def test_policies_on_gpu_match_cpu(name, sizes, build, keeping, ids):
     model, tokens = build("Gemma3" if name == "rolling" else "Llama"), ids(140, batch=2)
     headwise = keeping(model, POLICIES.get(name, Full()))
     found = []
@@ -127,7 +129,7 @@ def test_a_gpu_gives_what_the_cpu_does(name, sizes, build, keeping, ids):
     torch.testing.assert_close(*found, atol=2e-3, rtol=1e-2)
 
 
-def test_heads_apart_hold_what_the_allocator_gave_out(build, keeping, ids):
+def test_cache_bytes_per_head_policies_match_cuda_allocator(build, keeping, ids):
     model, tokens = build(num_key_value_heads=4).to(DEVICE), ids(3000).to(DEVICE)
     rows = [("full", "streaming", "h2o", "snapkv")] * 2
     with keeping(model, POLICIES, rows=rows).apply(model) as handle:

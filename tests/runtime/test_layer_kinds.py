@@ -72,7 +72,7 @@ def seen_masks(model: Any) -> dict[int, torch.Tensor]:
     "model_type", sampled(architectures(), *(name for name in KNOWN if name in architectures()))
 )
 @pytest.mark.filterwarnings("ignore")
-def test_layer_kind_is_what_the_mask_of_the_model_shows(model_type):
+def test_layer_kind_matches_model_mask(model_type):
     if model_type in OTHERWISE:
         pytest.skip("the masks do not follow the configuration")
     try:
@@ -188,7 +188,7 @@ def decode(*filters: int, dense: tuple[int, ...] = ()) -> dict[str, Any]:
         ),
     ],
 )
-def test_apply_refuses_a_section_that_names_a_layer_of_another_kind(
+def test_apply_rejects_section_for_layer_of_other_kind(
     family, sizes, rows, section, fault, build, artifact_for
 ):
     model = build(family, **sizes)
@@ -199,9 +199,7 @@ def test_apply_refuses_a_section_that_names_a_layer_of_another_kind(
 
 
 @pytest.mark.parametrize("family", ["Llama4", "Exaone4", "Qwen3Next"])
-def test_apply_serves_the_full_layer_behind_one_of_another_kind(
-    family, build, artifact_for, masked, ids
-):
+def test_apply_serves_full_layer_after_other_kind(family, build, artifact_for, masked, ids):
     model, tokens = build(family), ids(203)
     expected = model(tokens).logits
     dense = artifact_for(model, rows=[None, None])

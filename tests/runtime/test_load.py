@@ -61,7 +61,7 @@ def saved(build, artifact_for, tmp_path):
         ("recall=0.9", MIDDLE),
     ],
 )
-def test_load_with_a_point_has_its_rows(saved, point, name):
+def test_load_with_point_uses_its_rows(saved, point, name):
     model, path = saved
     headwise = load(path, point=point)
     assert headwise.artifact.prefill.layers == rows(model, name)
@@ -84,14 +84,14 @@ def test_load_with_a_point_has_its_rows(saved, point, name):
         ("kl=\n0", ["meets kl=0:"]),
     ],
 )
-def test_load_refuses_a_point_in_one_line(saved, point, values):
+def test_load_rejects_point_in_one_line(saved, point, values):
     with pytest.raises(HeadwiseError) as caught:
         load(saved[1], point=point)
     text = str(caught.value)
     assert text.isprintable() and all(value in text for value in values)
 
 
-def test_a_handle_says_its_model_its_artifact_and_its_sparse_layers(build, artifact_for, tmp_path):
+def test_handle_repr_names_model_artifact_and_sparse_layers(build, artifact_for, tmp_path):
     model = build(num_hidden_layers=4)
     rows = [["a_64_64"] * 3 + ["dense"], ["dense"] * 4, None, ["bs_2"] * 4]
     saved = artifacts.save(artifact_for(model, rows=rows), tmp_path / "cfg.yaml")
@@ -105,7 +105,7 @@ def test_a_handle_says_its_model_its_artifact_and_its_sparse_layers(build, artif
         assert "no artifact" in repr(handle) and "0 of 4 layers" in repr(handle)
 
 
-def test_no_front_to_choose_from(build, artifact_for, tmp_path):
+def test_load_rejects_point_without_front(build, artifact_for, tmp_path):
     artifacts.save(artifact_for(build()), tmp_path / "cfg.yaml")
     why = r"cfg\.yaml: point 'kl=0\.1': the artifact has no front to choose from"
     with pytest.raises(HeadwiseError, match=why):
@@ -115,7 +115,7 @@ def test_no_front_to_choose_from(build, artifact_for, tmp_path):
 GOLDEN = Path(__file__).parents[1] / "artifacts" / "golden" / "v1.yaml"
 
 
-def test_every_kind_is_made_as_it_is_written():
+def test_plan_builds_every_pattern_kind():
     """Of the golden artifact, which has them all."""
     artifact = load(GOLDEN).artifact
     plans = make_plans(artifact)

@@ -52,7 +52,7 @@ def padding(ranges, length):
 
 
 @pytest.mark.parametrize(("q_offset", "slots"), [(0, 40), (torch.tensor(72), 0)], ids=str)
-def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
+def test_prefill_mask_read_as_tensor_equals_full_mask(q_offset, slots, call):
     length = int(q_offset) + 128
     real = padding([(0, length), (30, length), (0, 50), (0, 0)], length)
     mask, expected = call(
@@ -71,7 +71,7 @@ def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
     assert type(mask.to(torch.float16)) is torch.Tensor
 
 
-def test_first_keys_are_known_where_every_sequence_reaches_the_last(call):
+def test_starts_of_padded_mask_needs_sequences_to_reach_last_key(call):
     def starts(*ranges):
         mask, _ = call(batch_size=2, attention_mask=padding(ranges, 128))
         known, firsts = starts_of(mask)
@@ -86,7 +86,7 @@ def test_first_keys_are_known_where_every_sequence_reaches_the_last(call):
 
 
 @pytest.mark.parametrize("gone", [0, 50])
-def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
+def test_prefill_mask_of_sliding_layer_equals_full_mask(gone, call):
     """`gone` tokens have left the cache; sequences are counted from what is left."""
     real = padding([(0, gone + 128), (30, gone + 128), (0, 100)], gone + 128)
     # A hole among tokens that are gone is none.
@@ -99,7 +99,7 @@ def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
     assert torch.equal(mask.for_dense(), expected)
 
 
-def test_without_padding_dense_gets_what_it_got_before(call):
+def test_prefill_mask_without_padding_keeps_dense_mask(call):
     mask, expected = call(batch_size=2)
     found = mask.for_dense()
     assert (found is None and expected is None) or torch.equal(found, expected)
@@ -131,13 +131,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_everything_else_is_what_it_was(name, call):
+def test_headwise_mask_keeps_other_masks(name, call):
     mask, expected = call(**OTHERS[name], allow_is_causal_skip=False)
     assert not isinstance(mask, PrefillMask) and torch.equal(mask, expected)
 
 
 @pytest.mark.parametrize("name", ["chunked", "static"])
-def test_headwise_mask_of_the_first_keys_is_never_left_out(name, call):
+def test_headwise_mask_of_first_keys_is_not_skipped(name, call):
     """sdpa would take queries without a mask for the first of the keys, attention for the last."""
     chunked = {"mask_function": CHUNKED, "local_size": 16} if name == "chunked" else {}
     mask, expected = call(q_length=8, kv_length=12, **chunked)
@@ -175,7 +175,7 @@ SLICES = [slice(-1, None), slice(-3, None), slice(2, 4), slice(0, 2), slice(1, N
 
 @pytest.mark.parametrize("queries", SLICES, ids=str)
 @pytest.mark.parametrize("name", CUTS)
-def test_prefill_mask_cut_along_queries_stays_one(name, queries, call):
+def test_prefill_mask_sliced_by_queries_stays_prefill_mask(name, queries, call):
     mask, _ = call(**CUTS[name])
     true = mask.read()
     mask._made.clear()
@@ -202,7 +202,7 @@ def test_prefill_mask_cut_along_queries_stays_one(name, queries, call):
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_prefill_mask_sliced_whole_stays_the_same(name, call):
+def test_prefill_mask_full_slice_returns_same_mask(name, call):
     mask, _ = call(**CUTS[name])
     for whole in (mask[:, :, -0:], mask[..., : mask.shape[3]], mask[:, :, -999:], mask.detach()):
         assert isinstance(whole, PrefillMask) and whole.context is mask.context
@@ -215,7 +215,7 @@ def test_prefill_mask_sliced_whole_stays_the_same(name, call):
 
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("queries", [slice(None), *SLICES], ids=str)
-def test_prefill_mask_for_dense_attends_as_its_mask(name, queries, call):
+def test_prefill_mask_for_dense_attends_like_full_mask(name, queries, call):
     """None from it is sdpa's: no mask, or causal from the first key."""
     mask = call(**CUTS[name])[0][:, :, queries]
     for_dense, true = mask.for_dense(), mask.read()
@@ -231,7 +231,7 @@ def test_prefill_mask_for_dense_attends_as_its_mask(name, queries, call):
 @given(
     st.lists(st.lists(st.booleans(), min_size=130, max_size=130), min_size=1, max_size=3), st.data()
 )
-def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
+def test_ranges_exist_only_without_holes(rows, data):
     config = LlamaConfig()
     remember(config, {}, Settings(dense_below=DENSE_BELOW))
     real = torch.tensor(rows)

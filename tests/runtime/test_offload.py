@@ -42,7 +42,7 @@ def same_rows(found: Tensor, expected: Tensor) -> bool:
     return rows[0] == rows[1] and torch.equal(found[:, :, -1], expected[:, :, -1])
 
 
-def test_only_newly_chosen_rows_are_fetched():
+def test_bank_fetches_only_newly_selected_rows():
     bank, layers = Bank(2, 0), states(60)
     attended(bank, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
     chosen = [
@@ -64,7 +64,7 @@ def test_only_newly_chosen_rows_are_fetched():
     assert bank.copy_engine.fetched == [2 * n for n in (4, 2, 3, 1)]
 
 
-def test_what_replaces_a_cropped_token_is_fetched_anew():
+def test_bank_refetches_token_that_replaces_cropped_one():
     bank, layers, other = Bank(2, 0), states(50), states(3)
     attended(bank, 0, layers)
     bank.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
@@ -96,7 +96,7 @@ def test_what_replaces_a_cropped_token_is_fetched_anew():
         ("uniform", 120, 24, (2, 4), "never"),
     ],
 )
-def test_sequences_are_repeated_selected_and_reordered(
+def test_bank_repeats_selects_and_reorders_sequences(
     selector, length, budget, filters, offload, build, decoding, ids
 ):
     """With every layer in one bank they were repeated twice, or by rows that are not there."""
@@ -121,7 +121,7 @@ def test_sequences_are_repeated_selected_and_reordered(
         torch.testing.assert_close(fed(model, said[:2], sizes, cache), expected[:2], **CLOSE)
 
 
-def test_a_short_context_stays_on_the_device(build, decoding, ids):
+def test_offload_short_context_stays_on_device(build, decoding, ids):
     model = build(**LAYERS)
     with decoding(model, budget=40).apply(model) as handle:
         cache = handle.new_cache(**PACKED)
@@ -131,7 +131,7 @@ def test_a_short_context_stays_on_the_device(build, decoding, ids):
         assert handle.cache_bytes(cache).bank > 0
 
 
-def test_bytes_are_what_was_given_out(build, decoding, ids):
+def test_cache_bytes_equal_allocated_bytes(build, decoding, ids):
     model = build(**LAYERS)
     with decoding(model, selector="uniform").apply(model) as handle:
         held = {}
@@ -147,7 +147,7 @@ def test_bytes_are_what_was_given_out(build, decoding, ids):
     assert 2 * 604 * token <= held["packed"].bank <= 1.2 * 2 * 604 * token
 
 
-def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids):
+def test_offloaded_cache_after_undo_is_read_in_full(build, decoding, ids):
     model, prompt, forced = build(**LAYERS), ids(150), ids(5, seed=9)
     expected = steps(model, prompt, forced)
     loaded = decoding(model)
@@ -157,7 +157,7 @@ def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids):
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decoding):
+def test_offload_layers_unlike_first_of_group_stay_on_device(build, decoding):
     model = build(**LAYERS)
     cache = decoding(model, filter_layers=(2,)).new_cache(model, **PACKED)
     for layer, dim in ((3, 64), (4, 32), (5, 64)):
@@ -167,7 +167,7 @@ def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decodi
     assert [layer.keys is None for layer in cache.layers[3:]] == [True, False, True]
 
 
-def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding):
+def test_offload_bank_per_device_has_slot_per_layer(build, decoding):
     """Places were counted over all devices: the second device's bank had none for its layers."""
     model = build(**LAYERS)
     loaded = decoding(model, filter_layers=(2,))
@@ -178,7 +178,7 @@ def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding
     assert [(layer.bank.layers, layer.place) for layer in banked] == [(1, 0), (2, 0), (2, 1)]
 
 
-def test_an_unknown_offload_is_refused(build, decoding):
+def test_new_cache_rejects_unknown_offload(build, decoding):
     model = build(**LAYERS)
     with pytest.raises(HeadwiseError, match="one of auto, never, packed, got 'cpu'"):
         decoding(model).new_cache(model, offload="cpu")

@@ -59,7 +59,7 @@ def printed(code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_runtime_imports_and_loads_an_artifact_with_the_artifact_s_packages_alone():
+def test_runtime_import_and_load_need_only_artifact_packages():
     packages = {name.partition(".")[0] for name in printed(CODE)}
     # Cython and the build of Python leave modules of their own.
     private = {name for name in packages if name.startswith("_") or name == "cython_runtime"}
@@ -83,7 +83,7 @@ print(kept, many, faults())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_what_is_freed_is_used_again():
+def test_keep_freed_memory_reuses_pages():
     kept, many, few = printed(_FAULTS)
     if kept == "False":
         pytest.skip("another C library")
@@ -96,13 +96,13 @@ def test_what_is_freed_is_used_again():
     ("name", "value"),
     [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=100")],
 )
-def test_settings_of_the_user_s_own_stay(name, value, monkeypatch):
+def test_keep_freed_memory_respects_user_settings(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory.__wrapped__()
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, (9 << 20) + 5])
-def test_advice_changes_nothing_but_pages(size):
+def test_huge_page_advice_keeps_values(size):
     tensor = torch.empty(size, dtype=torch.uint8)
     assert in_huge_pages(tensor) is tensor
     tensor.fill_(7)
@@ -145,7 +145,7 @@ def _few_objects():
 
 @pytest.mark.parametrize("work", ["serve", "generate", "fail", "drop"])
 @pytest.mark.usefixtures("_few_objects")
-def test_nothing_is_left(work, build, artifact_for, decoding, ids):
+def test_serving_leaves_no_objects(work, build, artifact_for, decoding, ids):
     model, filtering, prompt = build(), build(**LAYERS), ids(140)
     plain = LoadedArtifact(artifact_for(model))
     handle = decoding(filtering, prefill_ratio=0.5).apply(filtering)
@@ -190,7 +190,7 @@ def counts(stats: dict[str, Any]) -> dict[str, int]:
     return flat | stats["dense"]
 
 
-def test_two_models_with_two_artifacts_in_two_threads(build, artifact_for, decoding, ids):
+def test_two_threads_serve_two_models_with_two_artifacts(build, artifact_for, decoding, ids):
     plain, choosing = build(), build(seed=1, **LAYERS)
     prompts = [ids(length, seed=length) for length in (200, 90, 150)] * 2
     handles = {
@@ -218,7 +218,7 @@ def test_two_models_with_two_artifacts_in_two_threads(build, artifact_for, decod
     assert before[id(choosing)]["decode"] > 0 and before[id(plain)]["sparse"] > 0
 
 
-def test_one_model_is_applied_and_undone_while_another_serves(build, artifact_for, ids):
+def test_apply_and_undo_while_another_model_serves(build, artifact_for, ids):
     busy, other, prompt = build(), build(seed=1), ids(200)
     headwise, one_at_a_time = LoadedArtifact(artifact_for(other)), Lock()
     with LoadedArtifact(artifact_for(busy)).apply(busy, strict=True) as handle:
@@ -240,7 +240,7 @@ def test_one_model_is_applied_and_undone_while_another_serves(build, artifact_fo
         assert handle.stats() == {"sparse": 22, "dense": {}}
 
 
-def test_a_fault_is_said_once_by_all_threads(build, artifact_for, ids, warnings, monkeypatch):
+def test_fault_in_several_threads_warns_once(build, artifact_for, ids, warnings, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("std::bad_alloc")
 
@@ -257,7 +257,7 @@ def test_a_fault_is_said_once_by_all_threads(build, artifact_for, ids, warnings,
     assert warnings() == ["serving densely: out of memory: std::bad_alloc"]
 
 
-def test_a_plan_that_grows_is_made_by_one_thread_at_a_time():
+def test_plan_at_is_thread_safe():
     plan = LayerPlan([make("vertical_slash", vertical=100, slash=100)] * 2, 1, length=256)
     lengths = [64 * (1 + n % 40) for n in range(4000)]
     with ThreadPoolExecutor(8) as pool:

@@ -70,7 +70,7 @@ GENERATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
     ],
 )
-def test_generate(family, name, build, apply, masked, ids):
+def test_generate_matches_masked_transformers(family, name, build, apply, masked, ids):
     model, prompt = build(family), ids(200)
     # What was said before may come again, so that something is looked up and something is rejected.
     prompt = torch.cat([prompt, prompt[:, :40]], 1)
@@ -93,7 +93,7 @@ def test_generate(family, name, build, apply, masked, ids):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
-def test_caches_of_transformers_that_offload(kind, build, apply, masked, ids):
+def test_generate_with_offloaded_transformers_cache_matches(kind, build, apply, masked, ids):
     model, prompt = build().to("cuda"), ids(200).to("cuda")
     with masked(model):
         expected = model.generate(prompt, **OPTIONS)
@@ -106,7 +106,7 @@ def test_caches_of_transformers_that_offload(kind, build, apply, masked, ids):
 @pytest.mark.parametrize(
     ("family", "chunks"), [("Llama", {"prefill_chunk_size": 90}), ("Gemma3", {})], ids=str
 )
-def test_assisted_decoding(family, chunks, build, apply, masked, ids):
+def test_assisted_decoding_matches_greedy(family, chunks, build, apply, masked, ids):
     model, assistant, prompt = build(family), build(family, seed=1), ids(200)
     given = {"assistant_model": assistant} | chunks
     with masked(model):
@@ -123,7 +123,7 @@ def test_assisted_decoding(family, chunks, build, apply, masked, ids):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
-def test_a_prefix_is_prefilled_once_and_continued_often(own, build, apply, masked, ids):
+def test_prefix_cache_is_reused_by_many_continuations(own, build, apply, masked, ids):
     model, prefix, suffixes = build(), ids(200), [ids(n, seed=n) for n in (80, 1, 150)]
 
     def continued(cache, suffix):
@@ -147,7 +147,7 @@ def test_a_prefix_is_prefilled_once_and_continued_often(own, build, apply, maske
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
-def test_beams_of_a_padded_batch(own, build, apply, ids):
+def test_beam_search_of_padded_batch_matches(own, build, apply, ids):
     model, prompts = build(), [ids(n, seed=n) for n in (200, 150)]
     tokens = torch.cat([prompts[0], torch.nn.functional.pad(prompts[1], (50, 0))])
     real = (tokens > 0).long()
@@ -159,7 +159,7 @@ def test_beams_of_a_padded_batch(own, build, apply, ids):
     assert together.tolist() == torch.cat(alone).tolist()
 
 
-def test_inference_mode_and_embeddings_in_place_of_tokens(build, apply, masked, ids):
+def test_generate_from_embeddings_in_inference_mode_matches(build, apply, masked, ids):
     model, prompt = build(), ids(200)
     with masked(model):
         expected = model.generate(prompt, **OPTIONS)[:, 200:]
@@ -170,7 +170,7 @@ def test_inference_mode_and_embeddings_in_place_of_tokens(build, apply, masked, 
     assert found.tolist() == expected.tolist()
 
 
-def test_hooks_of_the_user_and_hidden_states_are_what_they_were(build, apply, masked, ids):
+def test_user_hooks_and_hidden_states_are_unchanged(build, apply, masked, ids):
     model, prompt = build(), ids(200)
     attention = model.model.layers[0].self_attn
     seen = []
@@ -193,7 +193,7 @@ def test_hooks_of_the_user_and_hidden_states_are_what_they_were(build, apply, ma
     torch.testing.assert_close(seen[1], seen[0], **CLOSE)
 
 
-def test_accelerate_hooks_pass_the_mask_on(build, apply, ids):
+def test_accelerate_hooks_forward_mask(build, apply, ids):
     hooks = pytest.importorskip("accelerate.hooks")
     model, tokens, real = build(), ids(200, batch=2), real_from(200, 50, 0)
     with apply(model, strict=True) as handle:
@@ -215,7 +215,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **names)
 
 
-def test_a_pipeline_over_a_batch_of_unlike_prompts(build, apply, masked, ids, tokenizer):
+def test_pipeline_with_mixed_length_batch_matches(build, apply, masked, ids, tokenizer):
     model, prompts = build(), [ids(n, seed=n) for n in (200, 150, 60)]
     with masked(model):
         tokens = [model.generate(prompt, **OPTIONS)[0, prompt.shape[1] :] for prompt in prompts]
@@ -228,7 +228,7 @@ def test_a_pipeline_over_a_batch_of_unlike_prompts(build, apply, masked, ids, to
     assert [row[0]["generated_text"].strip() for row in found] == expected
 
 
-def test_text_is_streamed_from_a_thread(build, apply, masked, ids, tokenizer):
+def test_streamer_in_thread_yields_text(build, apply, masked, ids, tokenizer):
     model, prompt = build(), ids(200)
     with masked(model):
         expected = tokenizer.decode(model.generate(prompt, **OPTIONS)[0, 200:])
@@ -243,7 +243,7 @@ def test_text_is_streamed_from_a_thread(build, apply, masked, ids, tokenizer):
     assert "".join(parts) == expected and len(parts) > 3
 
 
-def test_transformers_itself_refuses_continuous_batching(build, apply):
+def test_continuous_batching_is_rejected_by_transformers(build, apply):
     model = build()
     config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)
     # As the newest and the oldest transformers say it.
@@ -256,7 +256,7 @@ def test_transformers_itself_refuses_continuous_batching(build, apply):
 
 
 @pytest.mark.parametrize(("section", "offload"), [("prefill", "never"), ("decode", "packed")])
-def test_sequences_that_end_leave_the_batch(offload, section, build, apply, decoding, ids):
+def test_batch_continues_after_sequences_end(offload, section, build, apply, decoding, ids):
     model, padding = build(num_hidden_layers=6), (0, 30, 50, 110)
     tokens, real = ids(206, batch=4), real_from(206, *padding)
     applied = decoding(model).apply(model) if section == "decode" else apply(model, strict=True)
@@ -300,7 +300,7 @@ def stored(model, folder):
     ],
     ids=["deepcopy", "pickle", "save_pretrained", "torch.save"],
 )
-def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, ids, tmp_path):
+def test_model_copies_are_dense_until_apply(copied, build, artifact_for, ids, tmp_path):
     model, prompt = build(), ids(200)
     dense = model(prompt).logits
     artifact = artifact_for(model)
@@ -318,7 +318,7 @@ def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, i
         assert handle.stats()["sparse"] == 4
 
 
-def test_moved_to_another_type_and_device(build, apply, masked, ids):
+def test_model_moved_to_other_dtype_and_device_is_served(build, apply, masked, ids):
     model, prompt = build(), ids(200)
     with apply(model, strict=True) as handle:
         single = model(prompt).logits

@@ -85,7 +85,7 @@ def assert_streams(model: Any, tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize("model_type", sorted(ROTATIONS.keys() & set(MODEL_TYPES)))
-def test_streaming_counts_positions_in_the_cache_by_each_kind_of_rotation(model_type, ids):
+def test_streaming_cache_positions_match_each_rotation(model_type, ids):
     model = one_layer(model_type, **ROTATIONS[model_type])
     assert_streams(model, ids(44))
 
@@ -104,7 +104,7 @@ def test_streaming_in_bfloat16_is_close_to_float32(model_type, ids):
 
 
 @pytest.mark.parametrize("model_type", sorted(CAUSES.keys() & set(MODEL_TYPES)))
-def test_a_cache_that_cannot_serve_a_model_is_refused_before_the_first_prompt(model_type):
+def test_new_cache_rejects_unsupported_model_before_prompt(model_type):
     model = every_model(model_type)
     former = model.config._attn_implementation
     with (
@@ -126,7 +126,7 @@ def refused(error: HeadwiseError) -> bool:
 @pytest.mark.parametrize(
     "model_type", [each for each in MODEL_TYPES if each not in UNLIKE_THEMSELVES]
 )
-def test_every_model_is_served_as_without_a_policy_or_refused(model_type, ids):
+def test_full_policy_matches_no_policy_or_is_rejected(model_type, ids):
     model = every_model(model_type)
     tokens = ids(44)
     try:
@@ -151,7 +151,7 @@ def test_every_model_is_served_as_without_a_policy_or_refused(model_type, ids):
 @exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_model_streams_by_positions_in_the_cache_or_is_refused(model_type, ids):
+def test_streaming_cache_positions_match_or_are_rejected(model_type, ids):
     try:
         model = one_layer(model_type)
         fed(model, ids(44), (40, 1))

@@ -17,7 +17,7 @@ from tests.runtime.omnikv import CLOSE
 STREAM = Streaming(sinks=2, window=14)
 
 
-def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, apply, ids):
+def test_long_prompt_is_sparse_if_heads_keep_all_tokens(build, keeping, apply, ids):
     model, tokens = build(num_key_value_heads=4, num_hidden_layers=1), ids(200)
     names = ["vs_70_70", "a_64_64", "bs_2", "a_64_64"]
     # The prompt is not longer than the stream's window, so that all heads see what the patterns let
@@ -41,7 +41,7 @@ def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, app
         (SnapKV(budget=40, window=16), (200,), 64, 1, 40),
     ],
 )
-def test_chunks_are_sparse_where_they_are_without_a_policy(
+def test_chunks_are_as_sparse_as_without_policy(
     policy, sizes, least, sparse, kept, build, keeping, apply, ids, monkeypatch
 ):
     """Chunks of 64 to 127 tokens behind a past went by patterns that do not pay for them."""
@@ -60,14 +60,14 @@ def test_chunks_are_sparse_where_they_are_without_a_policy(
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_the_cache_is_read_by_headwise_only(build, keeping, ids):
+def test_policy_cache_rejects_model_without_artifact(build, keeping, ids):
     model = build()
     cache = keeping(model, STREAM).new_cache(model)
     with pytest.raises(HeadwiseError, match="apply the artifact to the model"):
         model(ids(4), past_key_values=cache)
 
 
-def test_what_kernels_cannot_do_is_refused_and_its_cache_is_no_longer_whole(build, keeping, ids):
+def test_unsupported_call_raises_and_invalidates_cache(build, keeping, ids):
     model, hand_made = build(), torch.ones(1, 1, 4, 4, dtype=torch.bool)
     with keeping(model, STREAM).apply(model) as handle:
         for asked, why in (
@@ -83,7 +83,7 @@ def test_what_kernels_cannot_do_is_refused_and_its_cache_is_no_longer_whole(buil
             model(ids(4), past_key_values=cache)
 
 
-def test_a_hole_in_the_past_is_refused(build, keeping, ids):
+def test_mask_with_hole_in_past_is_rejected(build, keeping, ids):
     """It was ignored: the tokens under it went on being attended to."""
     model, tokens, more = build(), ids(20, batch=2), ids(1, batch=2, seed=3)
     real = real_from(21, 0, 3)
@@ -109,7 +109,7 @@ def test_a_hole_in_the_past_is_refused(build, keeping, ids):
         model(third, past_key_values=cache, attention_mask=selected)
 
 
-def test_padding_on_the_right_is_no_hole(build, keeping, ids):
+def test_mask_with_right_padding_is_accepted(build, keeping, ids):
     model, tokens, more = build(), ids(20, batch=2), ids(5, batch=2, seed=3)
     real = torch.ones(2, 25, dtype=torch.long)
     real[0, 12:20] = 0
@@ -123,7 +123,7 @@ def test_padding_on_the_right_is_no_hole(build, keeping, ids):
 @pytest.mark.parametrize(
     "made", [lambda config: StaticCache(config=config, max_cache_len=40), DynamicCache]
 )
-def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(made, build, keeping, ids, warnings):
+def test_other_cache_warns_that_no_tokens_are_dropped(made, build, keeping, ids, warnings):
     model, tokens = build(), ids(20)
     with keeping(model, STREAM).apply(model):
         model(tokens, use_cache=False)
@@ -136,7 +136,7 @@ def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(made, build, keeping, 
     ]
 
 
-def test_rows_are_for_layers_that_see_everything(build, keeping):
+def test_policy_rows_apply_to_full_layers_only(build, keeping):
     model = build("Gemma3")
     with pytest.raises(HeadwiseError, match=r"layers\[0\] must be null: the layer slides"):
         keeping(model, {"full": Full()}, rows=["full"] * 3).apply(model)
@@ -144,7 +144,7 @@ def test_rows_are_for_layers_that_see_everything(build, keeping):
         keeping(model, {"full": Full()}, rows=[None, "full", None]).new_cache(model)
 
 
-def test_a_layer_that_reads_another_s_cache_is_refused(build, keeping, ids, monkeypatch):
+def test_policy_rejects_layer_that_reads_shared_cache(build, keeping, ids, monkeypatch):
     model = build()
     with keeping(model, STREAM).apply(model) as handle:
         cache = handle.new_cache()
@@ -162,7 +162,7 @@ def test_a_layer_that_reads_another_s_cache_is_refused(build, keeping, ids, monk
             model(ids(4), past_key_values=cache)
 
 
-def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, ids):
+def test_omnikv_layers_combine_with_dropping_layers(build, decoding, ids):
     model, tokens = build(num_hidden_layers=6), ids(120)
     omnikv = decoding(model)
     rows = [STREAM.model_copy(update={"window": 400}), *[Full()] * 5]
@@ -178,7 +178,7 @@ def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, ids
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_generated_tokens_are_taken_back_and_a_compressed_prompt_is_not(build, keeping, ids):
+def test_crop_removes_generated_tokens_but_not_compressed_prompt(build, keeping, ids):
     model, tokens = build(), ids(100)
     with keeping(model, SnapKV(budget=20, window=8)).apply(model) as handle:
         expected = fed(model, tokens, (70, 1), handle.new_cache())
@@ -193,7 +193,7 @@ def test_generated_tokens_are_taken_back_and_a_compressed_prompt_is_not(build, k
         assert [layer.kept for layer in memory_report(cache).layers] == [50, 50]
 
 
-def test_a_prompt_that_cost_nothing_is_taken_back(build, keeping, ids):
+def test_crop_removes_uncompressed_prompt(build, keeping, ids):
     model, tokens = build(), ids(100)
     with keeping(model, SnapKV(budget=1.0, window=8)).apply(model) as handle:
         cache = handle.new_cache()
@@ -208,7 +208,7 @@ def test_a_prompt_that_cost_nothing_is_taken_back(build, keeping, ids):
 @pytest.mark.parametrize(
     "policies", [{"it": STREAM}, {"it": STREAM, "h2o": H2O(heavy=3, recent=4)}]
 )
-def test_a_step_serves_the_sequences_that_have_a_token(policies, build, keeping, ids):
+def test_decode_step_serves_sequences_with_a_token(policies, build, keeping, ids):
     """Of unlike lengths, one not begun yet, one that ends early; heads under one policy or two."""
     model, tokens = build(num_hidden_layers=1), ids(34, batch=4)
     real = real_from(34, 0, 9, 25, 18)
@@ -231,7 +231,7 @@ def test_a_step_serves_the_sequences_that_have_a_token(policies, build, keeping,
     assert again.isfinite().all()
 
 
-def test_the_forward_of_apply_is_not_counted_and_leaves_no_state(build, keeping):
+def test_apply_rehearsal_is_not_counted_and_keeps_no_state(build, keeping):
     model = build("SmolLM3")
     calls = []
     hook = model.model.register_forward_pre_hook(lambda *given: calls.append(1))

@@ -18,7 +18,7 @@ from tests.runtime.tiny import LONGROPE
 
 
 @pytest.mark.parametrize("family", ["Phi3", "GPTNeoX", "Glm4"])
-def test_positions_are_counted_in_the_cache_by_the_model_s_rotation(family, build, keeping, ids):
+def test_cache_positions_match_model_rotation(family, build, keeping, ids):
     more = {"head_dim": 64} if family == "Glm4" else {}
     model, tokens = build(family, **more), ids(60)
     if family == "GPTNeoX":
@@ -35,7 +35,7 @@ def test_positions_are_counted_in_the_cache_by_the_model_s_rotation(family, buil
     ("window", "chunks", "slots"),
     [(3, [5], [3, 4, 2]), (3, [5, 5], [9, 7, 8]), (4, [10], [8, 9, 6, 7])],
 )
-def test_slot_is_i_mod_w(window, chunks, slots):
+def test_rolling_buffer_slot_is_position_mod_window(window, chunks, slots):
     """Mistral 7B, section 2: the examples of its rolling buffer."""
     policy = Window(0, window)
     for k in torch.arange(float(sum(chunks))).split(chunks):
@@ -53,7 +53,7 @@ def _attend(policy: Window, k: Tensor) -> None:
 @pytest.mark.parametrize(
     "rope", [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, LONGROPE]
 )
-def test_rotations_that_change_with_the_length_are_refused(rope, build, keeping):
+def test_cache_positions_reject_length_dependent_rotation(rope, build, keeping):
     model = build(rope_parameters=rope)
     why = f"{rope['rope_type']}.* changes with the length; set positions: original"
     with pytest.raises(HeadwiseError, match=why):
@@ -61,7 +61,7 @@ def test_rotations_that_change_with_the_length_are_refused(rope, build, keeping)
     keeping(model, Streaming(positions="original")).new_cache(model)
 
 
-def test_yarn_s_factor_on_attention_is_not_applied_twice(build, keeping, ids):
+def test_yarn_attention_factor_is_applied_once(build, keeping, ids):
     rope = {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -85,7 +85,7 @@ W = 24
 
 
 @pytest.mark.parametrize("chunk", [W - 1, W, W + 1, 2 * W + 3])
-def test_prompts_that_end_in_an_earlier_chunk_go_on_by_themselves(chunk, build, keeping, ids):
+def test_prompts_ending_in_earlier_chunk_continue(chunk, build, keeping, ids):
     model, lengths, width, more = build("Gemma3", sliding_window=W), (96, 53, 7), 96, W + 3
     prompts = [ids(n + more, seed=n)[0] for n in lengths]
     tokens = torch.zeros(3, width + more, dtype=torch.long)
@@ -106,7 +106,7 @@ def test_prompts_that_end_in_an_earlier_chunk_go_on_by_themselves(chunk, build, 
         assert torch.equal(found[row].argmax(-1), expected.argmax(-1))
 
 
-def test_it_serves_sliding_layers_whatever_the_full_ones_keep(build, keeping, ids):
+def test_window_serves_sliding_layers_with_any_policy(build, keeping, ids):
     model, tokens = build("Gemma3", sliding_window=W), ids(3 * W)
     with keeping(model, Streaming(sinks=4, window=500)).apply(model) as handle:
         cache = handle.new_cache()
@@ -117,7 +117,7 @@ def test_it_serves_sliding_layers_whatever_the_full_ones_keep(build, keeping, id
     assert kept == [W, 3 * W, 3 * W]
 
 
-def test_without_a_section_sliding_layers_are_transformers_own(build, apply, ids):
+def test_sliding_layers_without_section_use_transformers_cache(build, apply, ids):
     model, tokens = build("Gemma3", sliding_window=W), ids(100)
     with apply(model, dense=True) as handle:
         cache = handle.new_cache()

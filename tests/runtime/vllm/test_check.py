@@ -36,7 +36,7 @@ def decoding(**changes: Any) -> dict[str, Any]:
     return {"decode": artifacts.Decode(omnikv=DECODE.model_copy(update=changes))}
 
 
-def test_options():
+def test_options_parse_path_or_object():
     assert options_of(None) is None and options_of({"other": 1}) is None
     assert options_of({"headwise": "a.yaml"}) == Options(artifact="a.yaml")
     given = {"artifact": "a.yaml", "point": "kl=1", "verify": "/key", "dense": True}
@@ -57,7 +57,7 @@ def test_options():
         ({"artifact": "a", "budget": 1}, "budget: Extra inputs are not permitted"),
     ],
 )
-def test_options_that_are_wrong(given, field):
+def test_options_reject_invalid_values(given, field):
     with pytest.raises(artifacts.HeadwiseError, match=field):
         options_of({"headwise": given})
 
@@ -98,7 +98,7 @@ def check(build, artifact_for, tmp_path, capsys):
         ({}, 3, ["KV heads do not divide among 3 processes"]),
     ],
 )
-def test_a_misfit_is_named(sections, size, reasons, check):
+def test_check_names_each_misfit(sections, size, reasons, check):
     status, text = check(size, **sections)
     assert status == 3
     lines = [line for line in text.splitlines() if line.startswith("no: ")]
@@ -121,7 +121,7 @@ def test_a_misfit_is_named(sections, size, reasons, check):
     ],
     ids=["decode", "kv_cache"],
 )
-def test_layers_are_described(sections, lines, check):
+def test_check_describes_layers(sections, lines, check):
     status, text = check(**sections)
     assert status == 0 and set(lines) <= set(text.splitlines())
 
@@ -138,9 +138,7 @@ def test_layers_are_described(sections, lines, check):
         ),
     ],
 )
-def test_the_command_of_this_machine_serves_the_artifact(
-    package, gpu, words, check, tmp_path, monkeypatch
-):
+def test_check_command_serves_artifact(package, gpu, words, check, tmp_path, monkeypatch):
     installed = tmp_path / "site" / f"{package}-0.32.0.dist-info"
     installed.mkdir(parents=True)
     name = package.replace("_", "-")
@@ -162,7 +160,7 @@ def test_the_command_of_this_machine_serves_the_artifact(
 
 
 @pytest.mark.parametrize("point", ["speedup=8", "kl=0.2"])
-def test_a_point_of_the_front_is_served(front, point, capsys):
+def test_check_command_keeps_point(front, point, capsys):
     model, cfg = front
     model.save_pretrained(cfg.parent / "model")
     assert main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", point]) == 0
@@ -173,19 +171,19 @@ def test_a_point_of_the_front_is_served(front, point, capsys):
         main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", "kl"])
 
 
-def test_batches_in_parts_are_refused():
+def test_check_rejects_split_batches():
     artifact: Any = SimpleNamespace(decode=object(), kv_cache=None)
     parallel = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=True)
     config = SimpleNamespace(model_config=None, speculative_config=None, parallel_config=parallel)
     assert "--enable-dbo" in next(engine_misfits(artifact, config))
 
 
-def test_a_configuration_that_cannot_be_read(front, tmp_path):
+def test_check_rejects_unreadable_config(front, tmp_path):
     with pytest.raises(artifacts.HeadwiseError, match=r"the configuration of .* cannot be read"):
         main(["check", str(front[1]), "--model", str(tmp_path / "none")])
 
 
-def test_vllm_itself():
+def test_vllm_is_installed():
     pytest.importorskip("vllm", reason="not installed here: `.ci/vllm` runs tests/vllm")
 
 
@@ -217,7 +215,7 @@ HYBRID |= {"layer_types": ["linear_attention", "full_attention"] * 2}
         ),
     ],
 )
-def test_check_names_layers_that_do_not_see_every_token(
+def test_check_names_layers_without_full_attention(
     family, sizes, section, reason, build, artifact_for, tmp_path, capsys
 ):
     model = build(family, **sizes)

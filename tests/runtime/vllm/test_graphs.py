@@ -180,7 +180,7 @@ def captured(engine: Any, buffers: Buffers) -> Tape:
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["at once", "scores in parts"])
-def test_a_captured_step_is_replayed_for_any_requests(engine, section, parts, monkeypatch):
+def test_captured_step_replays_for_any_requests(engine, section, parts, monkeypatch):
     if parts:
         monkeypatch.setattr("runtime.vllm.filters._SCORES", 2 * 4 * LONGEST * (H + 4 * G))
     buffers = Buffers(engine)
@@ -192,7 +192,7 @@ def test_a_captured_step_is_replayed_for_any_requests(engine, section, parts, mo
         buffers.check(section, lengths)
 
 
-def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine):
+def test_captured_step_over_all_keys_replays_for_any_requests(engine):
     buffers = Buffers(engine)
     tape = captured(engine, buffers)
     for lengths in STEPS:
@@ -202,7 +202,7 @@ def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine):
         buffers.check(None, lengths)
 
 
-def test_a_step_reads_nothing_back_and_asks_for_no_length(engine, section):
+def test_step_reads_nothing_from_device(engine, section):
     buffers = Buffers(engine)
     lengths = [300, 30, 97, 512, 77]
     buffers.fill(lengths)
@@ -224,7 +224,7 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine, section):
     assert counters.tokens_read == pytest.approx(sum(read) / len(read))
 
 
-def test_the_profiling_run_takes_what_a_step_will_take(engine, section, monkeypatch):
+def test_profiling_run_allocates_memory_of_a_step(engine, section, monkeypatch):
     import runtime.vllm.step as step
 
     scored: list[Any] = []

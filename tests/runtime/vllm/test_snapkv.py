@@ -113,7 +113,7 @@ CUTS = {
     ("cuts", "policies", "stored"),
     [*((cuts, (A, B), None) for cuts in CUTS), ("mixed", (A, A), None), ("mixed", (B, B), EIGHT)],
 )
-def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
+def test_snapkv_retained_tokens_and_outputs_match_reference(engine, policies, cuts):
     snap = PagedPrompts(policies, prompts=8)
     engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
@@ -137,7 +137,7 @@ def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
         torch.testing.assert_close(torch.cat(outs), sequence.expected(snap), **CLOSE)
 
 
-def test_windows_of_requests_that_were_given_up_go():
+def test_snapkv_windows_of_aborted_requests_are_freed():
     snap, q = (
         PagedPrompts((SnapKVPages(budget=1024, window=16, pool=7),), prompts=2),
         torch.randn(1, H, 20, D),
@@ -154,7 +154,7 @@ def test_windows_of_requests_that_were_given_up_go():
     assert again is not None and torch.equal(again, q[:, :, :12])
 
 
-def test_the_profiling_run_moves_the_longest_prompt(engine, monkeypatch):
+def test_profiling_run_moves_longest_prompt(engine, monkeypatch):
     from runtime.vllm import policy_host
 
     copied: list[torch.Size] = []

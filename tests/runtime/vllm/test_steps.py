@@ -52,7 +52,7 @@ SINKS = torch.tensor([0.5, 9.0, -30.0, 2.0])
 stored_as = pytest.mark.parametrize("stored", [None, EIGHT], ids=["as they are", "8 bits"])
 
 
-def test_which_chunks_are_sparse(monkeypatch):
+def test_step_selects_sparse_chunks(monkeypatch):
     monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 128)
     at_work: Any = object.__new__(Engine)
     prefill = SimpleNamespace(dense_below=128, dense_tail=0)
@@ -77,7 +77,7 @@ def test_which_chunks_are_sparse(monkeypatch):
     ],
     ids=["sparse and dense", "dense"],
 )
-def test_each_request_of_a_step_gets_its_own_attention(engine, requests):
+def test_step_computes_each_request_separately(engine, requests):
     outputs, inputs, _ = serve(engine, step(*requests))
     long = [q_len >= 64 and k_len >= 128 for q_len, k_len in requests]
     for sparse, out, given in zip(long, outputs, inputs, strict=True):
@@ -89,7 +89,7 @@ def test_each_request_of_a_step_gets_its_own_attention(engine, requests):
 
 
 @pytest.mark.parametrize("stored", [EIGHT])
-def test_queries_of_eight_bits(engine, stored):
+def test_eight_bit_queries_match_reference(engine, stored):
     """As vLLM's layers hand them to some of its backends for GPUs, with such a cache."""
     common = step((100, 300))
     cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
@@ -104,7 +104,7 @@ def test_queries_of_eight_bits(engine, stored):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_is_too_large_for_eight_bits_is_the_largest(dtype):
+def test_quantised_values_saturate_at_dtype_max(dtype):
     most = torch.finfo(dtype).max
     found = quantised(torch.tensor([1e9, -1e9, 0.5 * most, 0.3, 0.0]).bfloat16(), 0.5, dtype)
     assert found.dtype == torch.uint8
@@ -115,7 +115,7 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(dtype):
 
 @pytest.mark.parametrize("length", [1, 53])
 @pytest.mark.parametrize("padded_pages", [False, True])
-def test_our_pages_hold_what_was_stored(length, padded_pages):
+def test_write_kv_pages_return_stored_values(length, padded_pages):
     whole = torch.full((7, G + padded_pages, PAGE, 2 * D), float("nan"))
     cache = whole[:, :G]
     pages = torch.randperm(6)[: -(-length // PAGE)].to(torch.int32) + 1
@@ -131,7 +131,7 @@ def test_our_pages_hold_what_was_stored(length, padded_pages):
 @pytest.mark.parametrize(
     ("stored", "sinks", "window"), [(None, 4, 50), (EIGHT, 20, 64), (None, 0, 30), (None, 3, 1000)]
 )
-def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
+def test_streaming_layers_match_reference(engine, sinks, window):
     stream = EndPages(sinks, window)
     engine.layer.update(policy=PagedEnds((stream,)), plan=None)
     engine.builder._drops = engine.builder._exact = True
@@ -153,7 +153,7 @@ def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
 
 
 @stored_as
-def test_layers_read_what_filter_layers_chose(engine):
+def test_layers_read_tokens_selected_by_filter_layers(engine):
     section = artifacts.OmniKV(**SECTION, budget=40, window=1)
     selector = Selector(section, range(4))
     engine.at_work.filter_decode = FilterDecode(selector, requests=4, longest=512)
@@ -176,7 +176,7 @@ def test_layers_read_what_filter_layers_chose(engine):
     assert engine.at_work.counters.tokens_read == 40
 
 
-def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine):
+def test_filter_layer_failure_makes_other_layers_dense(engine):
     selector = Selector(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2))
     engine.at_work.filter_decode = FilterDecode(selector, requests=1, longest=512)
     (out,), (given,), _ = serve(engine, step((1, 300)), number=2)
@@ -186,13 +186,13 @@ def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine)
     }
 
 
-def test_attention_sinks(engine):
+def test_attention_sinks_match_reference(engine):
     engine.impl.sinks = SINKS
     (out,), (given,), _ = serve(engine, step((100, 200)))
     torch.testing.assert_close(out, by_plan(engine.patterns, given, SINKS), **CLOSE)
 
 
-def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(engine, monkeypatch, caplog):
+def test_kernel_failure_makes_step_dense(engine, monkeypatch, caplog):
     def fails(*_, **__):
         raise torch.OutOfMemoryError("no room")
 
@@ -205,7 +205,7 @@ def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(engine, monkeypa
     assert engine.at_work.counters.report()["fallbacks"] == {"out of memory": 2}
 
 
-def test_prompt_longer_than_measured_is_logged_once(engine, caplog):
+def test_prompt_longer_than_evidence_is_logged_once(engine, caplog):
     task = artifacts.TaskFigures(task="prose", length=200, prompts=2, kl=0.01)
     engine.at_work.artifact.evidence = artifacts.Evidence(tasks=(task,))
     with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
@@ -217,7 +217,7 @@ def test_prompt_longer_than_measured_is_logged_once(engine, caplog):
     assert "a prompt of 250 tokens is longer than the 200 up to which" in record.message
 
 
-def test_layers_of_vllm_are_the_parents_as_a_whole(engine, monkeypatch):
+def test_layers_not_owned_use_parent_forward(engine, monkeypatch):
     engine.layer.update(owned=False, plan=None)
     asked: list[Any] = []
 
@@ -233,7 +233,7 @@ def test_layers_of_vllm_are_the_parents_as_a_whole(engine, monkeypatch):
     assert layer is LAYER and given is query and output.min() == 1
 
 
-def test_an_output_is_quantised_behind_our_kernels_or_refused(engine):
+def test_fused_output_quantization_is_rejected(engine):
     assert engine.impl.fused_output_quant_supported("fp8") is False
     given = [LAYER, torch.randn(1, H, D), None, None, torch.empty(0), None, torch.empty(1, H, D)]
     with pytest.raises(artifacts.HeadwiseError, match="no quantised output from a layer served"):
@@ -243,7 +243,7 @@ def test_an_output_is_quantised_behind_our_kernels_or_refused(engine):
 @pytest.mark.parametrize(
     "change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}]
 )
-def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(engine, change):
+def test_non_causal_step_uses_parent_or_is_rejected(engine, change):
     common = step((200, 200))
     for name, value in change.items():
         setattr(common, name, value)
@@ -254,7 +254,7 @@ def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(engine, cha
         assert not hasattr(engine.builder.build(0, common), "headwise")
 
 
-def test_an_index_of_a_chunk_is_built_from_the_pages(engine, monkeypatch):
+def test_chunk_index_is_built_from_pages(engine, monkeypatch):
     patterns = [
         make("vertical_slash", vertical=70, slash=70),
         make("block_sparse", blocks=2),
@@ -279,9 +279,7 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(("longest", "wanted"), [(512, [(200, 512)]), (100, [])])
-def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
-    engine, monkeypatch, longest, wanted
-):
+def test_profiling_run_builds_index_of_longest_prompt(engine, monkeypatch, longest, wanted):
     engine.at_work.longest = longest
     built: list[tuple[int, int]] = []
     build = LayerPlan.build
@@ -309,7 +307,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_every_step_runs_the_same_operations(engine):
+def test_steps_run_the_same_operations(engine):
     common = step((200, 200))
     runs = []
     for _ in range(34):
@@ -325,7 +323,7 @@ def test_every_step_runs_the_same_operations(engine):
     assert engine.at_work.counters.report()["prefills"] == {"sparse": 34}
 
 
-def test_counters_run_no_operation():
+def test_counters_run_no_torch_operations():
     counters = Counters()
     with Operations() as ran:
         counters.step([("sparse", 200), ("short", 10)], [40, 60])
@@ -340,7 +338,7 @@ def test_counters_run_no_operation():
     }
 
 
-def test_prefills_are_logged_each_time_their_number_has_doubled(caplog):
+def test_prefills_are_logged_when_their_count_doubles(caplog):
     counters = Counters()
     with caplog.at_level(logging.INFO, logger="vllm.headwise"):
         for _ in range(7):
@@ -411,7 +409,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-def test_the_largest_step_takes_no_more_memory_than_the_profiling_run(engine, layer, monkeypatch):
+def test_largest_step_allocates_no_more_than_profiling_run(engine, layer, monkeypatch):
     common = layer(engine)
     engine.at_work.longest = 1024
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
