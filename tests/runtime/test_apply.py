@@ -1,4 +1,4 @@
-"""Applying and undoing: the model is checked first, and given back as it was, whatever happened."""
+"""Apply and undo: apply checks the model first, and undo restores it in every case."""
 
 import copy
 import gc
@@ -283,7 +283,7 @@ def test_apply_rejects_unknown_backend_and_non_model(build, artifact_for):
 
 
 def with_evidence(artifact, *, length=None, proven=True):
-    """The artifact with a gate's evidence on prompts of this length."""
+    """Return the artifact with a gate's evidence on prompts of this length."""
     verdict = artifacts.Verdict(proven=proven, why="14 right answers of 4 contexts")
     tasks = ()
     if length is not None:
@@ -317,11 +317,11 @@ def test_load_unproven_artifact_warns_once(build, artifact_for, tmp_path, warnin
 @pytest.mark.parametrize("way", ["whole", "chunks", "padded batch", "policy"])
 def test_prompt_longer_than_evidence_warns_once(way, proven, build, artifact_for, ids, warnings):
     model = build()
-    made = with_evidence(artifact_for(model), length=160, proven=proven)
+    artifact = with_evidence(artifact_for(model), length=160, proven=proven)
     if way == "policy":
         rows = ("all",) * model.config.num_hidden_layers
         section = artifacts.KVCache(policies={"all": artifacts.SnapKV()}, layers=rows)
-        made = made.model_copy(update={"kv_cache": section})
+        artifact = artifact.model_copy(update={"kv_cache": section})
 
     def run(handle, tokens):
         cache = handle.new_cache()
@@ -336,8 +336,8 @@ def test_prompt_longer_than_evidence_warns_once(way, proven, build, artifact_for
         else:
             model(tokens, past_key_values=cache)
 
-    with LoadedArtifact(made).apply(model, backend="reference") as handle:
-        # A decode step behind the longest measured prompt is no longer prompt.
+    with LoadedArtifact(artifact).apply(model, backend="reference") as handle:
+        # A decode step after the longest measured prompt is not part of the prompt.
         run(handle, ids(160))
         assert handle.stats()["sparse"] and warnings() == []
         run(handle, ids(200))

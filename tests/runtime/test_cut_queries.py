@@ -1,7 +1,8 @@
-"""Models that cut the queries of some layers to the last ones, whose logits are asked for.
+"""Models that cut the queries of some layers to the last ones, whose logits are requested.
 
-Gemma 4 does so in the layers that read the keys and values of others, and cuts the mask with them.
-Gemma 3n shares keys and values without cutting."""
+Gemma 4 does so in the layers that read the keys and values of other layers, and cuts the mask too.
+Gemma 3n shares keys and values without cutting.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +50,9 @@ def test_apply_dense_last_logits_equal_all_logits(by, length, shared, ids):
     for mask in (None, torch.ones_like(prompt), real):
         expected = shared(prompt, attention_mask=mask).logits
         with apply_dense(shared, by=by):
-            for kept in (0, 1, 3, 8):
-                found = shared(prompt, attention_mask=mask, logits_to_keep=kept).logits
-                torch.testing.assert_close(found, expected[:, -kept:], **CLOSE)
+            for count in (0, 1, 3, 8):
+                actual = shared(prompt, attention_mask=mask, logits_to_keep=count).logits
+                torch.testing.assert_close(actual, expected[:, -count:], **CLOSE)
 
 
 @pytest.mark.parametrize("by", WAYS)
@@ -64,11 +65,11 @@ def test_apply_dense_chunks_and_drafts_equal_whole_prefill(by, cache, build, ids
         if cache == "static":
             past = StaticCache(config=model.config, max_cache_len=200)
         start = 0
-        for width, kept in ((70, 3), (30, 2), (5, 4), (1, 1), (9, 9), (5, 1)):
+        for width, count in ((70, 3), (30, 2), (5, 4), (1, 1), (9, 9), (5, 1)):
             part = tokens[:, start : start + width]
             start += width
-            found = model(part, past_key_values=past, logits_to_keep=kept).logits
-            torch.testing.assert_close(found, expected[:, start - kept : start], **CLOSE)
+            actual = model(part, past_key_values=past, logits_to_keep=count).logits
+            torch.testing.assert_close(actual, expected[:, start - count : start], **CLOSE)
 
 
 @pytest.mark.parametrize("by", WAYS)
@@ -80,8 +81,8 @@ def test_generate_with_prompt_lookup_equals_greedy(by, build, ids):
     with apply_dense(model, by=by) as handle:
         for more in ({}, {"prompt_lookup_num_tokens": 4}):
             for cache in (None, handle.new_cache()):
-                found = model.generate(prompt, past_key_values=cache, **options, **more)
-                assert torch.equal(found, expected)
+                actual = model.generate(prompt, past_key_values=cache, **options, **more)
+                assert torch.equal(actual, expected)
 
 
 def test_generate_with_assistant_equals_greedy(build, ids):
@@ -91,22 +92,22 @@ def test_generate_with_assistant_equals_greedy(build, ids):
     with apply_dense(model):
         for seed in (0, 1):
             assistant = build("Gemma4", seed=seed, **GEMMA4_SHARED)
-            found = model.generate(prompt, assistant_model=assistant, **options)
-            assert torch.equal(found, expected)
+            actual = model.generate(prompt, assistant_model=assistant, **options)
+            assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("kept", [0, 70])
-def test_apply_shared_layers_builds_no_mask(kept, shared, apply, masked, ids, monkeypatch):
+@pytest.mark.parametrize("count", [0, 70])
+def test_apply_shared_layers_builds_no_mask(count, shared, apply, masked, ids, monkeypatch):
     prompt = ids(600)
     with masked(shared):
         expected = shared(prompt).logits
-    made = []
-    monkeypatch.setattr(PrefillMask, "_once", lambda mask, may_skip: made.append(mask.shape))
+    masks = []
+    monkeypatch.setattr(PrefillMask, "_once", lambda mask, may_skip: masks.append(mask.shape))
     with apply(shared, strict=True, backend="auto") as handle:
-        found = shared(prompt, logits_to_keep=kept).logits
+        actual = shared(prompt, logits_to_keep=count).logits
         assert handle.stats()["sparse"] == 3
-    assert not made
-    torch.testing.assert_close(found, expected[:, -kept:], **CLOSE)
+    assert not masks
+    torch.testing.assert_close(actual, expected[:, -count:], **CLOSE)
 
 
 @pytest.mark.parametrize("section", ["kv_cache", "decode"])
@@ -126,7 +127,7 @@ def test_apply_rejects_section_for_shared_keys_and_values(section, shared, artif
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("queries", [2, 16, 40])
 def test_attention_without_mask_aligns_queries_to_last_keys(attention, queries, build):
-    """Also where nothing is applied to the module."""
+    """Check also a module without an applied artifact."""
     config = build().config
     module = LlamaAttention(config, 0).eval()
     q, k, v = torch.randn(1, 4, queries, 32), torch.randn(1, 2, 50, 32), torch.randn(1, 2, 50, 32)
@@ -138,6 +139,6 @@ def test_attention_without_mask_aligns_queries_to_last_keys(attention, queries, 
     for layer in (None, Layer(settings, 0, None)):
         if layer is not None:
             remember(config, {module: layer}, settings)
-        found, _ = headwise_attention(module, q, k, v, None, scaling=32**-0.5)
+        actual, _ = headwise_attention(module, q, k, v, None, scaling=32**-0.5)
         forget(config, [module])
-        torch.testing.assert_close(found.transpose(1, 2), expected, **CLOSE)
+        torch.testing.assert_close(actual.transpose(1, 2), expected, **CLOSE)

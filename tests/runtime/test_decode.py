@@ -1,5 +1,7 @@
-"""OmniKV's decode and chunked prefill against the same thing in plain torch over full attention
-weights. Keys and values lie on the device, or in a bank whose copies are as late as they may be."""
+"""OmniKV's decode and chunked prefill against plain torch over full attention weights.
+
+Keys and values are on the device, or in a bank whose copies are as late as allowed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ both = pytest.mark.parametrize("offload", ["never", "packed"])
         ("Gemma3", "exponential", 24, (1,) * 8, "reference", "never"),
         ("Gemma3", "last", 24, (1,) * 8, "reference", "packed"),
         ("Yi", "uniform", 24, (1,) * 8, "reference", "never"),
-        # Drafts see themselves and what is before them.
+        # Drafts see themselves and the tokens before them.
         ("Llama", "last", 2, (4, 1, 5), "auto", "packed"),
         ("Llama", "last", 24, (4, 1, 5), "auto", "never"),
     ],
@@ -47,20 +49,22 @@ def test_decode_steps_match_reference(
         expected = fed(model, tokens, sizes)
     dense = fed(model, tokens, sizes)
     with loaded.apply(model, backend=backend, strict=True) as handle:
-        found = fed(model, tokens, sizes, handle.new_cache(offload=offload))
+        actual = fed(model, tokens, sizes, handle.new_cache(offload=offload))
         assert handle.stats()["decode"] == (len(sizes) - 1) * (6 if family != "Gemma3" else 5)
         if budget == 24:
             assert handle.stats()["tokens"] == 24
-    torch.testing.assert_close(found, expected, **CLOSE)
-    assert (found - dense)[:, 150:].abs().max() > 0.05, "the budget must bite, or nothing is tested"
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert (actual - dense)[:, 150:].abs().max() > 0.05, (
+        "the budget must bite, or nothing is tested"
+    )
 
 
 def test_decode_without_headwise_cache_selects_by_last_query(build, decoding, ids):
     model, tokens = build(**LAYERS), ids(156)
     with decoding(model).apply(model, backend="reference") as handle:
         expected = fed(model, tokens, (150, 1), handle.new_cache())
-        found = fed(model, tokens, (150, 1))
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual = fed(model, tokens, (150, 1))
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 CHOSEN = {"prefill_ratio": 0.5}
@@ -69,7 +73,7 @@ CHOSEN = {"prefill_ratio": 0.5}
 @pytest.mark.parametrize(
     ("section", "padding", "sizes", "backend", "offload"),
     [
-        # One has less than the budget at first.
+        # One sequence is below the budget at first.
         ({"selector": "last"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "packed"),
         ({"selector": "exponential"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "never"),
         ({"selector": "exponential"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "packed"),
@@ -162,7 +166,7 @@ def test_decode_inference_mode_ends_between_steps(offload, build, decoding, ids)
 
 @pytest.fixture
 def wrapped(monkeypatch):
-    """wrapped(compute): models get compute(keys or values) in place of what their cache returns."""
+    """Return wrapped(compute): models get compute(keys or values) instead of the cache's output."""
 
     def wrapped(compute):
         update = Cache.update
@@ -186,9 +190,9 @@ def test_selector_with_cloned_keys_sees_earlier_scores(
         expected = fed(model, tokens, (150, 1))
     wrapped(torch.clone)
     with loaded.apply(model, strict=True) as handle:
-        found = fed(model, tokens, (150, 1), handle.new_cache(offload=offload))
+        actual = fed(model, tokens, (150, 1), handle.new_cache(offload=offload))
         assert handle.stats()["decode"] == 6 * 6
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_filter_layer_rejects_keys_of_another_length(build, decoding, ids, wrapped):
@@ -208,8 +212,8 @@ def test_cache_used_before_apply_keeps_no_history(build, decoding, ids):
     cache = loaded.new_cache(model)
     fed(model, tokens, (150, 1), cache)
     with loaded.apply(model, backend="reference"):
-        found = fed(model, tokens, (150, 1))
-    assert torch.equal(found, expected)
+        actual = fed(model, tokens, (150, 1))
+    assert torch.equal(actual, expected)
     assert cache.layers[2].history is None
 
 
@@ -244,8 +248,8 @@ def test_prefill_chunks_match_reference(family, ratio, sizes, offload, build, de
         expected = fed(model, tokens, sizes)
     dense = fed(model, tokens, sizes)
     with loaded.apply(model, backend="auto", strict=True) as handle:
-        found = fed(model, tokens, sizes, handle.new_cache(offload=offload))
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual = fed(model, tokens, sizes, handle.new_cache(offload=offload))
+    torch.testing.assert_close(actual, expected, **CLOSE)
     torch.testing.assert_close(dense[:, : sizes[0]], expected[:, : sizes[0]], **CLOSE)
     assert (dense - expected)[:, 236:300].abs().max() > 0.05, "the choice must bite"
 
@@ -254,11 +258,11 @@ def test_prefill_chunk_fetches_only_selected_rows(build, decoding, ids, monkeypa
     staged = []
     former = copy_engine.CopyEngine.staging
 
-    def noted(self, rows, *more):
+    def record(self, rows, *more):
         staged.append(rows)
         return former(self, rows, *more)
 
-    monkeypatch.setattr(copy_engine.CopyEngine, "staging", noted)
+    monkeypatch.setattr(copy_engine.CopyEngine, "staging", record)
     monkeypatch.setattr("runtime.omnikv.bank.Bank.read", None)
     model = build(**LAYERS)
     with decoding(model, prefill_ratio=0.5).apply(model, backend="auto") as handle:
@@ -268,9 +272,11 @@ def test_prefill_chunk_fetches_only_selected_rows(build, decoding, ids, monkeypa
 
 @pytest.mark.parametrize(("padded", "own_cache"), [(True, False), (False, True)])
 def test_decode_model_on_two_devices_completes(padded, own_cache, build, decoding, ids):
-    """There is one real device here. The second is "meta", which refuses to mix with the first and
-    computes no numbers: a forward that ends shows that all that a layer is given lies where the
-    layer does."""
+    """Use "meta" as the second device.
+
+    It does not mix with the real device and computes no numbers. A forward pass that ends shows
+    that all inputs of a layer are on the layer's device.
+    """
     model, tokens = build(**LAYERS), ids(153, batch=2)
     loaded, real = decoding(model), real_from(153, 30 * padded, 0)
 
@@ -282,6 +288,5 @@ def test_decode_model_on_two_devices_completes(padded, own_cache, build, decodin
     with loaded.apply(model, check_weights=False) as handle:
         cache = handle.new_cache() if own_cache else DynamicCache(config=model.config)
         fed(model, tokens, (150, 1), cache, attention_mask=real)
-        # All six layers in each of three steps: 2 and 4 filter, 3 and 5 are served, over both
-        # devices.
+        # Six layers in three steps: 2 and 4 filter, 3 and 5 are served, over both devices.
         assert handle.settings.calls.total()["chosen"] == 3 * 6

@@ -1,4 +1,4 @@
-"""Whatever is not sparse: by Headwise's kernels where they are faster, as the model has it."""
+"""Dense attention: Headwise's kernels where they are faster, with the model's own semantics."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.runtime.batches import fed, real_from, real_of
 from tests.runtime.omnikv import CLOSE
 
 DENSE, WINDOW, DECODE = "dense by kernel", "window by kernel", "decode by kernel"
-# With them sinks, soft-caps, wide heads, layers without positions.
+# Architectures with sinks, soft-caps, wide heads, or layers without positions.
 SLIDING = ("Gemma2", "Gemma3", "Gemma3Wide", "Cohere2", "GptOss")
 
 
 @pytest.fixture(autouse=True)
 def _at_any_length(monkeypatch):
-    """In float32 decode by our kernel waits for 256 keys; here there are fewer."""
+    """Lower the kernel's threshold of 256 keys for float32 decode."""
     monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 1)
 
 
@@ -46,13 +46,13 @@ def test_apply_dense_batches_match_model(family, layout, build, ids):
     options = {"attention_mask": real}
     expected = fed(model, tokens, sizes, **options)
     with apply_dense(model) as handle:
-        found = fed(model, tokens, sizes, **options)
+        actual = fed(model, tokens, sizes, **options)
         counts = handle.stats()["dense"]
-    torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+    torch.testing.assert_close(actual[real > 0], expected[real > 0], **CLOSE)
     layers = model.config.num_hidden_layers
     assert counts[DENSE] == layers - sliding(model)
     assert counts.get(WINDOW, 0) == sliding(model)
-    # Tokens after padding on the right leave holes in their sequences; sinks are no keys.
+    # Tokens after right padding leave holes in their sequences; sinks are not keys.
     if layout != "right" or family == "Llama":
         by_kernel = 0 if layout == "right" or family == "GptOss" else 3 * layers
         assert counts.get(DECODE, 0) == by_kernel
@@ -63,20 +63,20 @@ def test_apply_dense_batches_match_model(family, layout, build, ids):
     [("dynamic", (130, 64, 5, 90, 1)), ("static", (200, 64, 1)), ("own", (20, 64, 200, 1))],
 )
 def test_apply_dense_chunks_and_decode_beyond_window_match_model(cache, sizes, build, ids):
-    """The window moves past the padding while tokens are decoded."""
+    """The window moves past the padding during decode."""
     model, real = build("Gemma3"), real_from(sum(sizes) + 40, 35, 0, 3)
     tokens = ids(real.shape[1], batch=3)
     options = {"attention_mask": real}
     expected = fed(model, tokens, sizes, **options)
     with apply_dense(model) as handle:
-        made = {
+        caches = {
             "dynamic": lambda: DynamicCache(config=model.config),
             "static": lambda: StaticCache(config=model.config, max_cache_len=500),
             "own": handle.new_cache,
         }
-        found = fed(model, tokens, sizes, made[cache](), **options)
+        actual = fed(model, tokens, sizes, caches[cache](), **options)
         counts = handle.stats()["dense"]
-    torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+    torch.testing.assert_close(actual[real > 0], expected[real > 0], **CLOSE)
     assert counts[WINDOW] == sum(size >= 64 for size in sizes)
 
 
@@ -85,19 +85,19 @@ def test_drafts_match_plain_decode(drafts, build, ids):
     model, tokens = build(), ids(100 + drafts)
     expected = fed(model, tokens, (100, drafts))
     with apply_dense(model) as handle:
-        found = fed(model, tokens, (100, drafts))
+        actual = fed(model, tokens, (100, drafts))
         assert handle.stats()["dense"].get(DECODE, 0) == (2 if drafts <= 16 else 0)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @pytest.mark.parametrize(("length", "padding"), [(9, 0), (127, 0), (200, 100)])
 def test_short_prompts_equal_sdpa_bitwise(length, padding, build, artifact_for, ids):
-    """Padding longer than the threshold makes no prompt long."""
+    """Padding longer than the threshold does not make a prompt long."""
     model, prompt = build(), ids(length, batch=2 if padding else 1)
-    given = {"attention_mask": real_from(length, padding, padding)} if padding else {}
-    expected = model(prompt, **given).logits
+    kwargs = {"attention_mask": real_from(length, padding, padding)} if padding else {}
+    expected = model(prompt, **kwargs).logits
     with LoadedArtifact(artifact_for(model)).apply(model) as handle:
-        assert torch.equal(model(prompt, **given).logits, expected)
+        assert torch.equal(model(prompt, **kwargs).logits, expected)
         assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
 
 
@@ -133,9 +133,9 @@ def test_dense_kernel_switched_off_uses_model_attention(
     rows = [None] * model.config.num_hidden_layers
     expected = fed(model, tokens, (300, 1))
     with LoadedArtifact(artifact_for(model, rows=rows)).apply(model, **options) as handle:
-        found = fed(model, tokens, (300, 1))
+        actual = fed(model, tokens, (300, 1))
         assert not {DENSE, WINDOW, DECODE} & set(handle.stats()["dense"])
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def test_layer_with_lost_tokens_fails_like_sdpa(build, ids):
@@ -149,7 +149,7 @@ def test_layer_with_lost_tokens_fails_like_sdpa(build, ids):
 
 
 def test_patterns_for_layer_with_mask_window_are_rejected(build, artifact_for, ids):
-    """Qwen2-MoE has a window in the mask alone: its call does not say so."""
+    """Qwen2-MoE has a window in the mask only, not in its attention call."""
     window = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
     small = {"hidden_size": 256, "num_experts": 4, "moe_intermediate_size": 32}
     model, prompt = build("Qwen2Moe", **window, **small), ids(300)
@@ -162,7 +162,7 @@ def test_patterns_for_layer_with_mask_window_are_rejected(build, artifact_for, i
         model(prompt)
 
 
-def made(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(1, 4, q_len, 64), torch.randn(1, 2, k_len, 64), torch.randn(1, 2, k_len, 32)
 
 
@@ -170,17 +170,17 @@ def made(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 200), (1000, 1000), (300, 1100)])
 @pytest.mark.parametrize("window", [None, 100])
 def test_fastest_dense_matches_reference(window, q_len, k_len, by):
-    q, k, v = made(q_len, k_len)
-    found = dense.fastest_dense(q, k, v, scale=0.2, window=window, by=by)
+    q, k, v = random_qkv(q_len, k_len)
+    actual = dense.fastest_dense(q, k, v, scale=0.2, window=window, by=by)
     expected = dense.dense_attention(q, k, v, scale=0.2, window=window, backend="reference")[0]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_fastest_dense_softcap_needs_kernel():
-    q, k, v = made(100, 100)
+    q, k, v = random_qkv(100, 100)
     expected = dense.dense_attention(q, k, v, softcap=2.0, backend="reference")[0]
-    found = dense.fastest_dense(q, k, v, softcap=2.0)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    actual = dense.fastest_dense(q, k, v, softcap=2.0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="soft-cap"):
         dense.fastest_dense(q, k, v, softcap=2.0, by="sdpa")
     with pytest.raises(ValueError, match="got 'fast'"):
@@ -188,11 +188,14 @@ def test_fastest_dense_softcap_needs_kernel():
 
 
 def test_faster_selects_by_length_and_device(monkeypatch):
-    assert dense.faster(*made(100, 1023)) == "sdpa" and dense.faster(*made(100, 1024)) == "kernel"
-    # A device without anything in it stands for a GPU.
-    assert dense.faster(*(x.to("meta") for x in made(4096, 4096))) == "sdpa"
+    assert (
+        dense.faster(*random_qkv(100, 1023)) == "sdpa"
+        and dense.faster(*random_qkv(100, 1024)) == "kernel"
+    )
+    # The meta device represents a GPU.
+    assert dense.faster(*(x.to("meta") for x in random_qkv(4096, 4096))) == "sdpa"
     monkeypatch.setattr(registry, "fast", lambda *_: ("", "no compiler"))
-    assert dense.faster(*made(100, 1024)) == "sdpa"
+    assert dense.faster(*random_qkv(100, 1024)) == "sdpa"
 
 
 @pytest.mark.parametrize("by", ["kernel", "model"])

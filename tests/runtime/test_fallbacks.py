@@ -1,4 +1,4 @@
-"""What cannot be served sparsely is served as before and said once; strict raises instead."""
+"""Unsupported calls run densely and warn once; strict raises instead."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.runtime.tiny import pictured_model
 
 
 def calls(tokens: Tensor) -> dict[str, dict[str, Any]]:
-    """Arguments beside 300 tokens for which there are no patterns."""
+    """Return arguments, besides 300 tokens, that no pattern supports."""
     length = tokens.shape[1]
     real = torch.ones_like(tokens)
     real[:, 60:70] = 0
-    # The first is longer than several windows, so that only its bounds tell it from the second.
+    # The first is longer than several windows, so only its bounds distinguish it from the second.
     positions = [torch.arange(part) for part in (210, 20, length - 230)]
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     flash = collator([{"input_ids": part.tolist()} for part in tokens[0].split((130, 170))])
@@ -61,24 +61,24 @@ def test_unsupported_call_is_dense_and_warns_once_or_raises(
 ):
     model = pictured_model("Gemma3") if family == "pictured" else build(family)
     tokens = ids(300)
-    given = {"input_ids": tokens} | calls(tokens)[call]
-    expected = model(**given).logits
+    arguments = {"input_ids": tokens} | calls(tokens)[call]
+    expected = model(**arguments).logits
     if call not in ("mask by hand", "position bias"):
         causal = model(input_ids=tokens).logits
         assert (causal - expected).abs().max() > 0.01
     headwise = LoadedArtifact(artifact_for(model))
     with headwise.apply(model, backend="reference") as handle:
         for _ in range(2):
-            torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
+            torch.testing.assert_close(model(**arguments).logits, expected, **CLOSE)
         stats = handle.stats()
         assert stats["sparse"] == 0 and any(reason in name for name in stats["dense"])
         assert len(warnings()) == 1 and reason in warnings()[0]
         model(input_ids=tokens)
         assert handle.stats()["sparse"] == 2
     with headwise.apply(model, strict=True), pytest.raises(HeadwiseError, match=reason[:12]):
-        model(**given)
+        model(**arguments)
     with apply_dense(model):
-        torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
+        torch.testing.assert_close(model(**arguments).logits, expected, **CLOSE)
 
 
 def test_decode_after_padded_prompt_with_images_matches_dense(artifact_for, ids):
@@ -94,8 +94,8 @@ def test_decode_after_padded_prompt_with_images_matches_dense(artifact_for, ids)
     tokens = torch.cat([prompt, short])
     expected = model.generate(tokens, **options)
     with LoadedArtifact(artifact_for(model)).apply(model, backend="auto") as handle:
-        found = model.generate(tokens, past_key_values=handle.new_cache(), **options)
-    assert torch.equal(found, expected)
+        actual = model.generate(tokens, past_key_values=handle.new_cache(), **options)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("family", "before"), [("Llama", "sdpa"), ("Gemma3", "eager")])
@@ -103,7 +103,7 @@ def test_attention_weights_match_eager(family, before, build, apply, ids, warnin
     model, prompt, real = build(family), ids(160, batch=2), real_from(161, 20, 0)
 
     def run():
-        """A prompt and a token after it."""
+        """Run a prompt and one token after it."""
         options = {"output_attentions": True, "past_key_values": DynamicCache(config=model.config)}
         first = model(prompt, attention_mask=real[:, :160], **options)
         return first, model(prompt[:, :1], attention_mask=real, **options)
@@ -112,10 +112,10 @@ def test_attention_weights_match_eager(family, before, build, apply, ids, warnin
     expected = run()
     model.set_attn_implementation(before)
     with apply(model) as handle:
-        found = run()
+        actual = run()
         assert handle.stats()["sparse"] == 0
         run()
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         assert len(mine.attentions) == model.config.num_hidden_layers
         assert all(map(torch.equal, mine.attentions, theirs.attentions))
         torch.testing.assert_close(mine.logits[1], theirs.logits[1])
@@ -125,15 +125,15 @@ def test_attention_weights_match_eager(family, before, build, apply, ids, warnin
 
 
 def test_attention_weights_during_generate_match_eager(build, apply, ids):
-    """Without padding, and several tokens one after the other."""
+    """Generate several tokens without padding."""
     model, prompt = build(attn_implementation="eager"), ids(150)
     options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     options |= {"output_attentions": True}
     expected = model.generate(prompt, **options)
     with apply(model):
-        found = model.generate(prompt, **options)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    for mine, theirs in zip(found.attentions, expected.attentions, strict=True):
+        actual = model.generate(prompt, **options)
+    assert actual.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip(actual.attentions, expected.attentions, strict=True):
         assert len(mine) == 2 and all(map(torch.equal, mine, theirs))
 
 
@@ -152,8 +152,8 @@ def test_training_is_dense_and_gradients_match(way, layers, build, apply, ids, w
     expected = gradients(model)
     forward = torch.compile(model.forward, backend=graphs) if way == "compiled" else model
     with apply(model):
-        found = gradients(forward)
-    torch.testing.assert_close(found, expected)
+        actual = gradients(forward)
+    torch.testing.assert_close(actual, expected)
     assert len(warnings()) == 1 and "gradients" in warnings()[0]
 
 
@@ -171,20 +171,20 @@ def test_training_mode_without_gradients_is_sparse_without_dropout(build, apply,
 
 
 def test_sparse_prefill_builds_no_mask(build, apply, ids, monkeypatch):
-    made = []
+    lengths = []
 
-    def counted(**given):
-        made.append(given["q_length"])
-        return sdpa_mask(**given)
+    def counted(**arguments):
+        lengths.append(arguments["q_length"])
+        return sdpa_mask(**arguments)
 
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", counted)
     model, tokens, real = build(), ids(200, batch=2), real_from(200, 50, 0)
     with apply(model, strict=True):
         model(tokens, attention_mask=real)
-        assert made == []
+        assert lengths == []
     with apply(model), torch.enable_grad():
         model(tokens, attention_mask=real)
-        assert made == [200]
+        assert lengths == [200]
 
 
 def test_prefill_with_unplanned_heads_is_dense(build, apply, warnings):
@@ -194,12 +194,12 @@ def test_prefill_with_unplanned_heads_is_dense(build, apply, warnings):
     with apply(model) as handle:
         mask = headwise_mask(1, 200, 200, config=model.config)
         attention = model.model.layers[0].self_attn
-        found, _ = headwise_attention(attention, query, key, key, mask)
+        actual, _ = headwise_attention(attention, query, key, key, mask)
         assert handle.stats()["sparse"] == 0
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, key, is_causal=True, enable_gqa=True
     )
-    torch.testing.assert_close(found, expected.transpose(1, 2))
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
     assert len(warnings()) == 1 and "(2, 1)" in warnings()[0] and "(4, 2)" in warnings()[0]
 
 

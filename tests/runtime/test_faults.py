@@ -1,5 +1,4 @@
-"""Whatever goes wrong in one request: it fails or is served densely, is said once, and the next one
-is right."""
+"""Faults in one request: it fails or runs densely, warns once, and the next request is correct."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from runtime import apply_dense
 from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
-# Errors of kernels, and the names under which the calls are counted.
+# Kernel errors and the names that count them.
 FAULTS: list[tuple[Exception, str]] = [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "out of memory"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "out of memory"),
@@ -36,7 +35,7 @@ FAULTS: list[tuple[Exception, str]] = [
 
 
 class Failing:
-    """In place of a function: fails in the calls that it is told, by number, and counts."""
+    """Function replacement that counts its calls and fails in the listed ones."""
 
     def __init__(self, function: Callable[..., Any], calls: set[int], error: BaseException) -> None:
         self.function, self.calls, self.error, self.count = function, calls, error, 0
@@ -112,18 +111,17 @@ def test_generate_after_cancelled_generation_is_correct(build, decoding, ids):
     forward = model.model.layers[3].self_attn.forward
     with decoding(model).apply(model) as handle:
         expected = model.generate(prompt, past_key_values=handle.new_cache(), **options)
-        # In the third step, between a filter layer and those that it serves.
+        # Interrupt the third step, between a filter layer and the layers it serves.
         model.model.layers[3].self_attn.forward = Failing(forward, {4}, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             model.generate(other, past_key_values=handle.new_cache(), **options)
         model.model.layers[3].self_attn.forward = forward
-        found = model.generate(prompt, past_key_values=handle.new_cache(), **options)
-    assert torch.equal(found, expected)
+        actual = model.generate(prompt, past_key_values=handle.new_cache(), **options)
+    assert torch.equal(actual, expected)
 
 
 def test_filter_layer_failure_keeps_no_selection(build, decoding, ids, monkeypatch):
-    """A request of the same length before it chose tokens; the layers served must not take
-    those."""
+    """Layers must not use the selection of an earlier request with the same length."""
     from runtime.omnikv import decode
 
     model, prompt, other = build(**LAYERS), ids(150), ids(150, seed=3)
@@ -133,12 +131,12 @@ def test_filter_layer_failure_keeps_no_selection(build, decoding, ids, monkeypat
         steps(model, other, ids(1, seed=9), handle.new_cache())
         cache = handle.new_cache()
         model(prompt, past_key_values=cache, use_cache=True)
-        # The layers 0, 1 and 2 attend to everything; 2 and 4 filter.
+        # Layers 0, 1 and 2 attend to all tokens; 2 and 4 filter.
         failing = Failing(decode.decode_attention, {3, 4}, RuntimeError("CUDA error"))
         monkeypatch.setattr("runtime.omnikv.decode.decode_attention", failing)
-        found = model(ids(1, seed=9), past_key_values=cache, use_cache=True).logits
+        actual = model(ids(1, seed=9), past_key_values=cache, use_cache=True).logits
         dense = handle.stats()["dense"]
-    torch.testing.assert_close(found, expected[:, -1:], **CLOSE)
+    torch.testing.assert_close(actual, expected[:, -1:], **CLOSE)
     assert dense["a kernel failed with RuntimeError"] == 2
 
 
@@ -170,8 +168,10 @@ def test_cache_layers_of_unequal_lengths_match_plain_model(layer, build, apply, 
 
 @pytest.fixture
 def unbuilt(monkeypatch):
-    """The fastest backend, here in place of a GPU's, fails as a Triton build does: at its first
-    launch, not before. The reference, which is slower than dense attention, must not be asked."""
+    """Make the fastest backend fail at its first launch, as a Triton build does.
+
+    The reference, which is slower than dense attention, must not run.
+    """
     monkeypatch.setattr(registry, "_failed", {})
     registry.log_once.cache_clear()
     tried: list[int] = []
@@ -195,20 +195,20 @@ def unbuilt(monkeypatch):
 def test_failing_kernel_is_called_once_per_forward_and_step(
     backend, build, apply, ids, monkeypatch
 ):
-    """The first layer of a prefill decides for all of the forward."""
+    """The first layer of a prefill decides for the whole forward pass."""
     model, prompt, cache = build(), ids(300), DynamicCache()
-    asked: list[str] = []
+    calls: list[str] = []
     for op, module in (("attention", cpu), ("decode", decode_cpu)):
         supports = module.supports
         monkeypatch.setattr(
-            module, "supports", lambda call, op=op, ask=supports: asked.append(op) or ask(call)
+            module, "supports", lambda call, op=op, ask=supports: calls.append(op) or ask(call)
         )
     with apply(model, backend=backend) as handle:
         model(prompt, past_key_values=cache)
-        assert handle.stats()["sparse"] == 2 and asked == ["attention"]
+        assert handle.stats()["sparse"] == 2 and calls == ["attention"]
         model(ids(1), past_key_values=cache)
         assert handle.stats()["dense"] == {"decode by kernel": 2}
-    assert asked == ["attention", "decode", "decode"]
+    assert calls == ["attention", "decode", "decode"]
 
 
 def test_kernel_build_failure_is_tried_once(unbuilt, build, apply, ids, warnings):
@@ -240,7 +240,7 @@ def test_chunk_by_selected_tokens_is_dense_if_no_kernel_builds(unbuilt, build, d
     model, tokens = build(**LAYERS), ids(300)
     expected = model(tokens).logits
     with decoding(model, prefill_ratio=0.5).apply(model) as handle:
-        found = fed(model, tokens, (170, 130), handle.new_cache())
+        actual = fed(model, tokens, (170, 130), handle.new_cache())
         assert handle.stats()["sparse"] == 0
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
     assert unbuilt

@@ -1,5 +1,4 @@
-"""A PrefillMask is the mask that sdpa or eager would have got, and costs nothing until it is
-read."""
+"""A PrefillMask equals the mask of sdpa or eager, and costs nothing until it is read."""
 
 import pytest
 import torch
@@ -27,17 +26,20 @@ from tests.runtime.tiny import DENSE_BELOW
 
 @pytest.fixture(params=["sdpa", "eager"])
 def call(request):
-    """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in for);
-    128 queries of one sequence unless told otherwise."""
+    """Return call(**arguments), which returns the masks of headwise_mask and of the function it
+    replaces.
+
+    The default is 128 queries of one sequence.
+    """
     config = LlamaConfig()
     settings = Settings(dense_below=DENSE_BELOW, model_attention=request.param)
     remember(config, {}, settings)
     other = {"sdpa": sdpa_mask, "eager": eager_mask}[request.param]
 
-    def call(**given):
+    def call(**arguments):
         sizes = {"batch_size": 1, "q_length": 128, "kv_length": 128}
-        given = {"dtype": torch.float32, "config": config} | sizes | given
-        return headwise_mask(**given), other(**given)
+        arguments = {"dtype": torch.float32, "config": config} | sizes | arguments
+        return headwise_mask(**arguments), other(**arguments)
 
     yield call
     forget(settings, [])
@@ -74,8 +76,8 @@ def test_prefill_mask_read_as_tensor_equals_full_mask(q_offset, slots, call):
 def test_starts_of_padded_mask_needs_sequences_to_reach_last_key(call):
     def starts(*ranges):
         mask, _ = call(batch_size=2, attention_mask=padding(ranges, 128))
-        known, firsts = starts_of(mask)
-        return known, firsts if firsts is None else firsts.tolist()
+        is_known, firsts = starts_of(mask)
+        return is_known, firsts if firsts is None else firsts.tolist()
 
     assert starts_of(None) == (True, None)
     assert starts((0, 128), (0, 128)) == (True, None)
@@ -87,9 +89,9 @@ def test_starts_of_padded_mask_needs_sequences_to_reach_last_key(call):
 
 @pytest.mark.parametrize("gone", [0, 50])
 def test_prefill_mask_of_sliding_layer_equals_full_mask(gone, call):
-    """`gone` tokens have left the cache; sequences are counted from what is left."""
+    """`gone` tokens have left the cache; positions count from the remaining tokens."""
     real = padding([(0, gone + 128), (30, gone + 128), (0, 100)], gone + 128)
-    # A hole among tokens that are gone is none.
+    # A hole among tokens that left the cache does not count.
     real[0, :gone][9:10] = False
     rule = {"mask_function": WINDOW, "local_size": 16, "attention_mask": real}
     mask, expected = call(batch_size=3, q_length=113, q_offset=gone + 15, kv_offset=gone, **rule)
@@ -101,12 +103,12 @@ def test_prefill_mask_of_sliding_layer_equals_full_mask(gone, call):
 
 def test_prefill_mask_without_padding_keeps_dense_mask(call):
     mask, expected = call(batch_size=2)
-    found = mask.for_dense()
-    assert (found is None and expected is None) or torch.equal(found, expected)
+    actual = mask.for_dense()
+    assert (actual is None and expected is None) or torch.equal(actual, expected)
     assert mask.read().shape == (2, 1, 128, 128)
-    # Of another type it is a mask that is made for it.
+    # Another dtype needs a full mask.
     assert type(call()[0].to(torch.float16)) is torch.Tensor
-    # Unless the caller wants a mask.
+    # The caller requires a mask.
     mask, expected = call(allow_is_causal_skip=False)
     assert isinstance(mask, PrefillMask) and torch.equal(mask.for_dense(), expected)
 
@@ -138,7 +140,7 @@ def test_headwise_mask_keeps_other_masks(name, call):
 
 @pytest.mark.parametrize("name", ["chunked", "static"])
 def test_headwise_mask_of_first_keys_is_not_skipped(name, call):
-    """sdpa would take queries without a mask for the first of the keys, attention for the last."""
+    """Without a mask, sdpa aligns queries to the first keys, and attention to the last."""
     chunked = {"mask_function": CHUNKED, "local_size": 16} if name == "chunked" else {}
     mask, expected = call(q_length=8, kv_length=12, **chunked)
     true = causal_mask_function(0, 0, torch.arange(8)[:, None], torch.arange(12))
@@ -182,7 +184,7 @@ def test_prefill_mask_sliced_by_queries_stays_prefill_mask(name, queries, call):
     cut = mask[:, :, queries]
     assert isinstance(cut, PrefillMask) and not mask._made
     assert torch.equal(cut.read(), true[:, :, queries])
-    # What its context says of the real queries is the mask, too.
+    # The context's real queries match the mask, too.
     rows = torch.zeros(cut.shape, dtype=torch.bool)
     for row, q_start, q_len, k_start, k_len in cut.context.sequences:
         seen = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
@@ -194,8 +196,8 @@ def test_prefill_mask_sliced_by_queries_stays_prefill_mask(name, queries, call):
     if true.is_floating_point():
         expected = expected == 0
     assert real.any() and torch.equal(rows[real], expected[real])
-    known, starts = starts_of(cut)
-    if known:
+    is_known, starts = starts_of(cut)
+    if is_known:
         firsts = torch.zeros(len(cut)) if starts is None else starts
         last = torch.arange(cut.shape[3]) >= firsts[:, None]
         assert torch.equal(expected[:, 0, -1], last)
@@ -216,7 +218,7 @@ def test_prefill_mask_full_slice_returns_same_mask(name, call):
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("queries", [slice(None), *SLICES], ids=str)
 def test_prefill_mask_for_dense_attends_like_full_mask(name, queries, call):
-    """None from it is sdpa's: no mask, or causal from the first key."""
+    """None means sdpa's default: no mask, or causal from the first key."""
     mask = call(**CUTS[name])[0][:, :, queries]
     for_dense, true = mask.for_dense(), mask.read()
     if for_dense is not None:

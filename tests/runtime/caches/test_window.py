@@ -1,4 +1,4 @@
-"""Windows: positions by the models' own rotations, a paper's examples of slots, rolling buffers."""
+"""Windows: positions by the model's rotation, a paper's slot examples, and rolling buffers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_cache_positions_match_model_rotation(family, build, keeping, ids):
     with defined(model, policy, (50, 1)):
         expected = model(tokens, use_cache=False).logits
     with keeping(model, policy).apply(model) as handle:
-        found = fed(model, tokens, (50, 1), handle.new_cache())
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual = fed(model, tokens, (50, 1), handle.new_cache())
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -97,24 +97,24 @@ def test_prompts_ending_in_earlier_chunk_continue(chunk, build, keeping, ids):
     sizes = [min(chunk, width - at) for at in range(0, width, chunk)]
     with keeping(model, {"full": Full()}).apply(model) as handle:
         cache = handle.new_cache()
-        found = fed(model, tokens, (*sizes, 1), cache, attention_mask=real)[:, width:]
+        actual = fed(model, tokens, (*sizes, 1), cache, attention_mask=real)[:, width:]
     sliding = [layer for layer in cache.layers if layer.is_sliding]
     assert sliding and all(max(policy.kept) <= W for layer in sliding for policy in layer.policies)
     for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
         expected = model(prompt[None], use_cache=False).logits[0, n:]
-        torch.testing.assert_close(found[row], expected, **CLOSE)
-        assert torch.equal(found[row].argmax(-1), expected.argmax(-1))
+        torch.testing.assert_close(actual[row], expected, **CLOSE)
+        assert torch.equal(actual[row].argmax(-1), expected.argmax(-1))
 
 
 def test_window_serves_sliding_layers_with_any_policy(build, keeping, ids):
     model, tokens = build("Gemma3", sliding_window=W), ids(3 * W)
     with keeping(model, Streaming(sinks=4, window=500)).apply(model) as handle:
         cache = handle.new_cache()
-        found = fed(model, tokens, (W + 1, 1), cache)
-        kept = [layer.kept for layer in memory_report(cache).layers]
-    # Nothing has left the wide window yet.
-    torch.testing.assert_close(found, model(tokens, use_cache=False).logits, **CLOSE)
-    assert kept == [W, 3 * W, 3 * W]
+        actual = fed(model, tokens, (W + 1, 1), cache)
+        retained = [layer.kept for layer in memory_report(cache).layers]
+    # No token has left the wide window yet.
+    torch.testing.assert_close(actual, model(tokens, use_cache=False).logits, **CLOSE)
+    assert retained == [W, 3 * W, 3 * W]
 
 
 def test_sliding_layers_without_section_use_transformers_cache(build, apply, ids):

@@ -1,4 +1,4 @@
-"""Options of the vLLM plugin, and `headwise check`: the command that serves, or why not."""
+"""Options of the vLLM plugin, and `headwise check`: the command to serve, or the misfits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FULL = artifacts.Full()
 SNAPS = {"s": artifacts.SnapKV(budget=0.25), "t": artifacts.SnapKV(budget=1024)}
 
 
-def kept(policies: dict[str, Any], *layers: Any) -> dict[str, Any]:
-    """A section of these rows; the rest of six layers keeps everything."""
+def kv_section(policies: dict[str, Any], *layers: Any) -> dict[str, Any]:
+    """Return a kv_cache section of these rows; the rest of six layers keeps all tokens."""
     rows = (*layers, *["f"] * (6 - len(layers)))
     return {"kv_cache": artifacts.KVCache(policies=policies | {"f": FULL}, layers=rows)}
 
@@ -39,12 +39,12 @@ def decoding(**changes: Any) -> dict[str, Any]:
 def test_options_parse_path_or_object():
     assert options_of(None) is None and options_of({"other": 1}) is None
     assert options_of({"headwise": "a.yaml"}) == Options(artifact="a.yaml")
-    given = {"artifact": "a.yaml", "point": "kl=1", "verify": "/key", "dense": True}
-    assert options_of({"headwise": given}) == Options(**given)
+    value = {"artifact": "a.yaml", "point": "kl=1", "verify": "/key", "dense": True}
+    assert options_of({"headwise": value}) == Options(**value)
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("value", "field"),
     [
         (3, "must be a path or an object, got 3"),
         ({}, "artifact: Field required"),
@@ -57,15 +57,15 @@ def test_options_parse_path_or_object():
         ({"artifact": "a", "budget": 1}, "budget: Extra inputs are not permitted"),
     ],
 )
-def test_options_reject_invalid_values(given, field):
+def test_options_reject_invalid_values(value, field):
     with pytest.raises(artifacts.HeadwiseError, match=field):
-        options_of({"headwise": given})
+        options_of({"headwise": value})
 
 
 @pytest.fixture
 def check(build, artifact_for, tmp_path, capsys):
-    """check(**section, size=1) -> status and text of the command for a tiny model of six layers
-    with two KV heads."""
+    """Return check(**sections, size=1): the command's status and text for a tiny model of six
+    layers with two KV heads."""
 
     def check(size=1, **sections):
         model = build(num_hidden_layers=6)
@@ -82,13 +82,13 @@ def check(build, artifact_for, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("sections", "size", "reasons"),
     [
-        (kept({"h": artifacts.H2O()}, "h"), 1, ["kv_cache.policies.h is h2o"]),
+        (kv_section({"h": artifacts.H2O()}, "h"), 1, ["kv_cache.policies.h is h2o"]),
         (
-            kept({"c": artifacts.Streaming()}, "c"),
+            kv_section({"c": artifacts.Streaming()}, "c"),
             1,
             ["kv_cache.policies.c is streaming: positions is 'cache'"],
         ),
-        (kept({"c": STREAM}, "f", ("f", "c")), 1, ["kv_cache.layers[1] differs by head"]),
+        (kv_section({"c": STREAM}, "f", ("f", "c")), 1, ["kv_cache.layers[1] differs by head"]),
         (
             decoding(selector="uniform", prefill_ratio=2.0),
             1,
@@ -111,7 +111,7 @@ def test_check_names_each_misfit(sections, size, reasons, check):
     [
         (decoding(), ["decode: layers 3, 5 read what layers 2, 4 choose"]),
         (
-            kept({"c": STREAM} | SNAPS, "c", "c", "s", ("s", "t")),
+            kv_section({"c": STREAM} | SNAPS, "c", "c", "s", ("s", "t")),
             [
                 "layers 0-1 keep 4 first and 60 last tokens",
                 "layers 2 keep 25% of each prompt, as its last queries choose",
@@ -147,16 +147,16 @@ def test_check_command_serves_artifact(package, gpu, words, check, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     status, text = check(2)
     assert status == 0 and text.startswith("ok: ")
-    *found, flag, options = shlex.split(text.splitlines()[-1])
+    *actual, flag, options = shlex.split(text.splitlines()[-1])
     model = str(tmp_path / "model")
     assert flag == "--additional-config"
-    assert found == [model if word == "MODEL" else word for word in words] + [
+    assert actual == [model if word == "MODEL" else word for word in words] + [
         "--tensor-parallel-size",
         "2",
     ]
-    given = options_of(json.loads(options))
-    assert given is not None
-    assert given.load().artifact == artifacts.load(tmp_path / "cfg.yaml")
+    served = options_of(json.loads(options))
+    assert served is not None
+    assert served.load().artifact == artifacts.load(tmp_path / "cfg.yaml")
 
 
 @pytest.mark.parametrize("point", ["speedup=8", "kl=0.2"])
@@ -164,9 +164,9 @@ def test_check_command_keeps_point(front, point, capsys):
     model, cfg = front
     model.save_pretrained(cfg.parent / "model")
     assert main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", point]) == 0
-    given = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
-    assert given is not None and given.point == point
-    assert given.load().artifact == load(cfg, point=point).artifact
+    served = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
+    assert served is not None and served.point == point
+    assert served.load().artifact == load(cfg, point=point).artifact
     with pytest.raises(artifacts.HeadwiseError, match=r"--point must be speedup=X.*got kl$"):
         main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", "kl"])
 
