@@ -146,7 +146,7 @@ def test_snapkv_windows_of_aborted_requests_are_freed():
     )
     for page in range(5):
         assert snap.voting(page, Chunk(0, 0, 20, 20, 30), q) is None
-    # Only the retained part of the window remains, from the last two.
+    # Only the last two pages still have their windows.
     last = Chunk(0, 0, 10, 30, 30)
     voting = [snap.voting(page, last, q[:, :, :10]) for page in (0, 3, 4)]
     assert [part.shape[2] for part in voting if part is not None] == [10, 16, 16]
