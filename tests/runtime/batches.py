@@ -1,5 +1,5 @@
-"""Layouts of batches of unlike sequences, a model that is fed chunk by chunk, and one with another
-attention."""
+"""Layouts of padded batches, chunked forward passes, and a model with another attention
+function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-# Real tokens [begin, end) of each sequence's prompt. Those of fewer than 128 are dense.
+# Real tokens [begin, end) of each prompt. Sequences with fewer than 128 tokens are dense.
 LAYOUTS: dict[str, list[tuple[int, int]]] = {
     "129": [(0, 129)],
     "256": [(0, 256)] * 2,
@@ -23,7 +23,7 @@ LAYOUTS: dict[str, list[tuple[int, int]]] = {
 
 
 def real_of(layout: str, more: int = 0) -> Tensor:
-    """The attention mask (B, width + more) of a layout, of which `more` tokens are generated."""
+    """Return the attention mask (B, width + more) of a layout with `more` generated tokens."""
     ranges = LAYOUTS[layout]
     width = max(end for _, end in ranges)
     real = torch.zeros(len(ranges), width + more, dtype=torch.long)
@@ -34,17 +34,17 @@ def real_of(layout: str, more: int = 0) -> Tensor:
 
 
 def real_from(width: int, *begins: int) -> Tensor:
-    """The attention mask (B, width) of sequences before whose first tokens there is padding."""
+    """Return the attention mask (B, width) of left-padded sequences."""
     return (torch.arange(width) >= torch.tensor(begins)[:, None]).long()
 
 
-def given(real: Tensor) -> dict[str, Tensor]:
-    """What a model is given beside the tokens of a padded batch."""
+def batch_inputs(real: Tensor) -> dict[str, Tensor]:
+    """Return the model's keyword inputs for a padded batch, without its tokens."""
     return {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
 
 
 def chunks_of(n: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Chunks [begin, end) of n tokens by their sizes, the last size repeated."""
+    """Return the chunks [begin, end) of n tokens by size; the last size repeats."""
     chunks = []
     left = list(sizes)
     begin = 0
@@ -62,10 +62,12 @@ def fed(
     cache: Any = None,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """Logits (B, n, vocabulary) of tokens (B, n) fed in chunks of these sizes, the last size again
-    and again.
+    """Return logits (B, n, vocabulary) of tokens (B, n) fed in chunks; the last size repeats.
 
-    cache: transformers' own if None. attention_mask: of what the cache holds and the tokens."""
+    Args:
+        cache: transformers' own cache if None.
+        attention_mask: covers the cached tokens and the new ones.
+    """
     logits = []
     if cache is None:
         cache = DynamicCache(config=model.config)
@@ -82,7 +84,7 @@ def fed(
 
 @contextmanager
 def attending(model: Any, attention: Callable[..., Any]) -> Iterator[None]:
-    """All attention of the model by a function of transformers' attention interface."""
+    """Run all attention of the model with a function of transformers' attention interface."""
     AttentionInterface.register("of_a_test", attention)
     AttentionMaskInterface.register("of_a_test", sdpa_mask)
     former = model.config._attn_implementation

@@ -1,4 +1,4 @@
-"""Tiny random models, artifacts for them, and another sparse path: sdpa with the index as a
+"""Tiny random models, artifacts for them, and a second sparse path: sdpa with the index as a
 mask."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPARSE = {
 def _torch():
     torch.manual_seed(0)
     threads = torch.get_num_threads()
-    # Everything here is tiny: on a busy machine threads only wait for each other.
+    # The models are tiny: on a busy machine more threads only wait for each other.
     torch.set_num_threads(1)
     with torch.no_grad():
         yield
@@ -43,12 +43,13 @@ def _torch():
 
 @pytest.fixture
 def build():
-    """build(family, seed=0, **config) -> a random causal model in evaluation mode."""
+    """Return build(family, seed=0, **config), which makes a random causal model in evaluation
+    mode."""
     return tiny_model
 
 
 def search_info(rows: Any, patterns: Any) -> artifacts.SearchInfo:
-    """Search section of an artifact with these rows; the runtime reads nothing of it."""
+    """Return the search section of an artifact with these rows; the runtime ignores it."""
     return counting(_search_info(), rows, patterns)
 
 
@@ -72,7 +73,7 @@ def sparse_rows(config: Any) -> list[list[str] | None]:
 
 @pytest.fixture
 def artifact_for():
-    """artifact_for(model, dense=, dense_below=, rows=, searched=) -> one with mixed patterns."""
+    """Return artifact_for(model, dense=, dense_below=, rows=, searched=), which mixes patterns."""
 
     def artifact_for(model, *, dense=False, dense_below=DENSE_BELOW, rows=None, searched=None):
         rows = sparse_rows(model.config.get_text_config()) if rows is None else rows
@@ -93,25 +94,25 @@ def artifact_for():
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
-    """Chunks of tiny prompts are worth an index from 64 tokens on, also behind a past."""
+    """Build an index for chunks of 64 tokens or more, also after a past."""
     monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 64)
 
 
 @pytest.fixture
 def apply(artifact_for):
-    """apply(model, **options, **artifact) -> the handle of a fresh artifact applied to it, by the
-    reference."""
+    """Return apply(model, **options, **artifact), which applies a new artifact with the
+    reference backend and returns the handle."""
 
     def apply(model, *, strict=False, backend="reference", **changes):
-        made = LoadedArtifact(artifact_for(model, **changes))
-        return made.apply(model, strict=strict, backend=backend)
+        loaded = LoadedArtifact(artifact_for(model, **changes))
+        return loaded.apply(model, strict=strict, backend=backend)
 
     return apply
 
 
 @pytest.fixture
 def decoding(artifact_for):
-    """decoding(model, **changes of the section) -> a LoadedArtifact that has a decode
+    """Return decoding(model, **section changes), which makes a LoadedArtifact with a decode
     section."""
 
     def decoding(model, **changes):
@@ -125,11 +126,14 @@ def decoding(artifact_for):
 
 @pytest.fixture
 def keeping(artifact_for):
-    """keeping(model, policy or {name: policy}, rows=None, patterns=None) -> an artifact with a
+    """Return keeping(model, policy, rows=None, patterns=None), which makes an artifact with a
     kv_cache section.
 
-    rows: of kv_cache.layers; the first policy for every layer that does not slide if None.
-    patterns: prefill's rows of names, dense if None."""
+    Args:
+        policy: one policy, or {name: policy}.
+        rows: of kv_cache.layers; if None, the first policy for every layer that does not slide.
+        patterns: rows of pattern names for prefill, dense if None.
+    """
 
     def keeping(model, policies, rows=None, patterns=None):
         table = policies if isinstance(policies, dict) else {"it": policies}
@@ -149,15 +153,14 @@ def keeping(artifact_for):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Banks with a LateCopyEngine, and pages so small that a prompt needs several."""
+    """Use banks with a LateCopyEngine, and pages so small that a prompt needs several."""
     monkeypatch.setattr("runtime.omnikv.bank.CopyEngine", LateCopyEngine)
     monkeypatch.setattr("runtime.omnikv.bank._MIN_TOKENS", 16)
 
 
 @pytest.fixture
 def masked():
-    """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index
-    comes to."""
+    """Return masked(model): unpadded prefill through sdpa, with each layer's index as the mask."""
 
     def masked(model, searched=None):
         rows = sparse_rows(model.config.get_text_config())
@@ -194,7 +197,7 @@ def masked():
 
 @pytest.fixture
 def ids():
-    """ids(length, batch=1, seed=0) -> random tokens (batch, length), none of them special."""
+    """Return ids(length, batch=1, seed=0): random tokens (batch, length), none of them special."""
 
     def ids(length, batch=1, seed=0):
         generator = torch.Generator().manual_seed(1000 * length + seed)
@@ -205,19 +208,20 @@ def ids():
 
 @pytest.fixture
 def graphs():
-    """A backend of torch.compile that runs graphs as they are; graphs.made has them."""
+    """Return a torch.compile backend that runs graphs uncompiled and lists them in
+    graphs.compiled."""
     torch._dynamo.reset()
 
     def backend(graph, inputs):
-        backend.made.append(graph)
+        backend.compiled.append(graph)
         return graph.forward
 
-    backend.made = []
+    backend.compiled = []
     return backend
 
 
 @pytest.fixture
 def warnings(caplog):
-    """warnings() -> what the runtime has said so far."""
+    """Return warnings(), which lists the runtime's messages."""
     caplog.set_level(logging.WARNING, logger="headwise")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "headwise"]

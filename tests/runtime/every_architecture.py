@@ -1,4 +1,4 @@
-"""A tiny model of every causal architecture of transformers, by the type of its configuration."""
+"""Tiny models of every causal architecture of transformers, by configuration type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 WINDOW = 16
 MOST_PARAMETERS = 30_000_000
-# Of each, what the configuration has.
+# Sizes that apply if the configuration has the field.
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -64,7 +64,7 @@ SIZES: dict[str, Any] = {
     "index_topk": 8,
 }
 LATENT: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 4}
-# What cannot be left to those sizes.
+# Sizes of single architectures.
 OTHER: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "axk1": LATENT,
@@ -80,18 +80,18 @@ OTHER: dict[str, dict[str, Any]] = {
 
 
 def architectures() -> list[str]:
-    """Types of the configurations of all causal language models, by which tiny_causal makes one."""
+    """Return the configuration types of all causal language models, for tiny_causal."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_causal(model_type: str) -> Any:
-    """A random causal model with layers of every kind that its configuration knows.
+    """Return a random causal model with every kind of layer that its configuration supports.
 
     Raises:
-        Exception: of any type, where this does not know how.
+        Exception: of any type, if the model cannot be built.
     """
-    made = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    default = made().get_text_config(decoder=True)
+    config_class = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+    default = config_class().get_text_config(decoder=True)
     config = _tiny_config(type(default), default, OTHER.get(model_type, {}))
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
@@ -99,8 +99,8 @@ def tiny_causal(model_type: str) -> Any:
         try:
             model = cls(config)
         except (AttributeError, TypeError):
-            # Of several parts.
-            config = made(text_config=config)
+            # Models of several parts.
+            config = config_class(text_config=config)
             model = cls(config)
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > MOST_PARAMETERS:
@@ -116,7 +116,7 @@ def _tiny_config(cls: type[Any], default: Any, other: dict[str, Any]) -> Any:
         kinds = ["sliding_attention", "full_attention"]
     if kinds != ["full_attention"] and kinds:
         sizes |= {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2}
-    # Without the sizes that one or another does not take.
+    # Retry without sizes that some configurations reject.
     for leave_out in (
         (),
         ("layer_types",),
@@ -124,9 +124,9 @@ def _tiny_config(cls: type[Any], default: Any, other: dict[str, Any]) -> Any:
         ("layer_types", "head_dim"),
         ("num_key_value_heads",),
     ):
-        given = {name: size for name, size in sizes.items() if name not in leave_out}
+        kwargs = {name: size for name, size in sizes.items() if name not in leave_out}
         try:
-            return cls(**given | other)
+            return cls(**kwargs | other)
         except Exception as error:
             failure = error
     raise failure
@@ -136,5 +136,5 @@ def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
     except RuntimeError:
-        # Layers differ in it.
+        # Layers differ in this field.
         return True

@@ -1,4 +1,4 @@
-"""OmniKV's decode in plain torch over full attention weights, and what its tests share.
+"""OmniKV's decode in plain torch over full attention weights, and shared helpers of its tests.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length.
 """
@@ -20,7 +20,7 @@ from runtime.omnikv.copy_engine import CopyEngine
 from tests.runtime.batches import attending, fed
 
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
-# Queries of a call that is decode.
+# Largest number of queries in a decode call.
 LONGEST_DECODE = 16
 LAYERS = {"num_hidden_layers": 6}
 DECODE = OmniKV(filter_layers=(2, 4), dense_layers=(0, 1), selector="last", window=4, budget=24)
@@ -28,12 +28,11 @@ DECODE = OmniKV(filter_layers=(2, 4), dense_layers=(0, 1), selector="last", wind
 
 @dataclass
 class Oracle:
-    """Attention from full weights; keeps what filter layers chose and the scores of their latest
-    queries."""
+    """Attention from full weights, with each filter layer's selections and recent scores."""
 
     decode: OmniKV
-    # By filter layer.
-    chosen: dict[int, Tensor] = field(default_factory=dict)
+    # Keyed by filter layer.
+    selected: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     past: dict[int, Tensor] = field(default_factory=dict)
 
@@ -50,7 +49,7 @@ class Oracle:
         budget = self.decode.budget
         if isinstance(budget, float):
             budget = ceil(budget * k_len)
-        # The newest tokens are always chosen.
+        # The newest tokens are always selected.
         budget = max(budget, q_len)
         chooses = q_len <= LONGEST_DECODE and k_len > budget and window is None
         before = [f for f in self.decode.filter_layers if f < layer]
@@ -60,14 +59,14 @@ class Oracle:
             and window is None
         )
         if chooses and sparse:
-            logits = logits.masked_fill(~self.chosen[before[-1]][:, None, None], float("-inf"))
+            logits = logits.masked_fill(~self.selected[before[-1]][:, None, None], float("-inf"))
         past, ratio = k_len - q_len, self.decode.prefill_ratio
         chunk = ratio is not None and q_len >= 64 and window is None and ceil(ratio * q_len) < past
         if chunk and sparse:
-            chosen = torch.nn.functional.pad(self.past[before[-1]], (0, q_len), value=True)
-            logits = logits.masked_fill(~chosen[:, None, None], float("-inf"))
+            visible = torch.nn.functional.pad(self.past[before[-1]], (0, q_len), value=True)
+            logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
         weights = logits.softmax(-1)
-        # (B, K): the tokens that a sequence has.
+        # (B, K): real tokens of each sequence.
         real = seen[:, 0, -1].expand(query.shape[0], -1)
         if chunk and layer in self.decode.filter_layers:
             scores = weights.nan_to_num()[:, :, -self.decode.window :, :past].amax((1, 2))
@@ -77,11 +76,11 @@ class Oracle:
             if chooses:
                 scores = self._scores(layer, k_len)
                 scores[:, -q_len:] = float("inf")
-                self.chosen[layer] = _highest(scores, real, budget)
+                self.selected[layer] = _highest(scores, real, budget)
         return (weights @ values).transpose(1, 2).contiguous(), weights
 
     def _remember(self, layer: int, weights: Tensor, chooses: bool) -> None:
-        """Keep a row of scores (B, K) for each of the latest queries; weights: (B, H, Q, K)."""
+        """Store a row of scores (B, K) for each of the latest queries; weights: (B, H, Q, K)."""
         rows, q_len = self.rows.setdefault(layer, []), weights.shape[2]
         if chooses:
             rows.append(weights.amax((1, 2)))
@@ -90,7 +89,7 @@ class Oracle:
             rows += [weights[..., -back, :].amax(1) for back in latest]
 
     def _scores(self, layer: int, k_len: int) -> Tensor:
-        """Scores (B, K) of all tokens by the selector."""
+        """Return the selector's scores (B, K) of all tokens."""
         rows = self.rows[layer][-self.decode.window :]
         rows = [torch.nn.functional.pad(row, (0, k_len - row.shape[-1])) for row in rows]
         if self.decode.selector == "uniform":
@@ -101,7 +100,8 @@ class Oracle:
 
 
 def _highest(scores: Tensor, real: Tensor, count: int) -> Tensor:
-    """Mask (B, K) of the `count` real tokens with the highest scores, of all if they are fewer."""
+    """Return the mask (B, K) of the `count` real tokens with the highest scores, or of all real
+    tokens if fewer."""
     best = scores.masked_fill(~real, float("-inf")).topk(count, dim=-1).indices
     return torch.zeros_like(real).scatter(1, best, True) & real
 
@@ -111,8 +111,10 @@ def oracle(model: Any, decode: OmniKV) -> AbstractContextManager[None]:
 
 
 class LateCopyEngine(CopyEngine):
-    """In place of a GPU's: copies and fetches happen when somebody waits for them, not before, so
-    that what does not wait where it must reads NaN."""
+    """Copy engine that copies and fetches only when the caller waits.
+
+    A read without the needed wait returns NaN.
+    """
 
     fetched: list[int]
 
@@ -153,10 +155,12 @@ class LateCopyEngine(CopyEngine):
 def steps(
     model: Any, prompt: Tensor, forced: Tensor, cache: Any = None, real: Tensor | None = None
 ) -> Tensor:
-    """Logits of a prefill's last token and of every forced token after it: (B, 1 + forced,
-    vocabulary).
+    """Return the logits (B, 1 + forced, vocabulary) of a prefill's last token and of forced
+    tokens.
 
-    real: the prompt's attention mask."""
+    Args:
+        real: the prompt's attention mask.
+    """
     tokens = torch.cat([prompt, forced], dim=1)
     if real is not None:
         real = torch.nn.functional.pad(real, (0, forced.shape[1]), value=1)

@@ -1,4 +1,4 @@
-"""Applying and undoing: the model is checked first, and given back as it was, whatever happened."""
+"""Apply and undo: apply checks the model first, and undo restores it in every case."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ def implementations(model):
 
 
 @pytest.mark.parametrize("before", ["sdpa", "eager", "flex_attention"])
-def test_undo_restores_the_model_whatever_happened(before, build, apply, ids):
+def test_undo_restores_model_after_errors_and_changes(before, build, apply, ids):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     model.set_attn_implementation(before)
@@ -50,7 +50,7 @@ def test_undo_restores_the_model_whatever_happened(before, build, apply, ids):
     assert torch.equal(model(prompt).logits, expected)
 
 
-def test_a_model_is_as_it_was_where_applying_fails(build, artifact_for, ids, monkeypatch):
+def test_apply_failure_restores_model(build, artifact_for, ids, monkeypatch):
     model, prompt = build(), ids(200)
     dense = model(prompt).logits
 
@@ -70,7 +70,7 @@ def test_a_model_is_as_it_was_where_applying_fails(build, artifact_for, ids, mon
     assert handle.stats()["sparse"] == 2
 
 
-def test_a_model_with_flash_attention_is_dense_by_sdpa_and_gets_it_back(build, artifact_for, ids):
+def test_apply_flash_attention_model_uses_sdpa_and_restores_flash(build, artifact_for, ids):
     def attention(*_, **__):
         pytest.fail("flash was asked")
 
@@ -95,7 +95,7 @@ def one_process():
     torch.distributed.destroy_process_group()
 
 
-def test_a_sharded_model_is_refused_in_a_line_that_names_vllm(build, artifact_for, one_process):
+def test_apply_rejects_sharded_model_and_names_vllm(build, artifact_for, one_process):
     headwise, model = LoadedArtifact(artifact_for(build())), build()
     projection = model.model.layers[0].self_attn.q_proj
     projection.weight = torch.nn.Parameter(
@@ -109,7 +109,7 @@ def test_a_sharded_model_is_refused_in_a_line_that_names_vllm(build, artifact_fo
     assert implementations(model) == ["sdpa"]
 
 
-def test_only_the_language_part_of_a_nested_configuration_changes(apply, ids):
+def test_apply_nested_config_changes_only_text_config(apply, ids):
     model = pictured_model("Gemma3")
     model.config.vision_config._attn_implementation = "eager"
     before = implementations(model)
@@ -121,7 +121,7 @@ def test_only_the_language_part_of_a_nested_configuration_changes(apply, ids):
     assert implementations(model) == before
 
 
-def test_a_second_application_is_refused_and_leaves_the_first_one(build, apply, ids):
+def test_apply_twice_raises_and_keeps_first(build, apply, ids):
     model = build()
     twin = type(model)(model.config)
     with apply(model) as outer:
@@ -136,7 +136,7 @@ def test_a_second_application_is_refused_and_leaves_the_first_one(build, apply, 
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_undo_without_the_handle_restores_the_model(implementation, build, apply, ids):
+def test_undo_without_handle_restores_model(implementation, build, apply, ids):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     headwise.undo(model)
@@ -160,7 +160,7 @@ def test_undo_without_the_handle_restores_the_model(implementation, build, apply
 
 
 @pytest.mark.parametrize("part", ["model", "model.language_model"])
-def test_undo_takes_the_whole_model_or_its_language_part(part, apply, ids):
+def test_undo_accepts_whole_model_or_language_part(part, apply, ids):
     model = pictured_model("Gemma3")
     before = implementations(model)
     apply(model)
@@ -171,7 +171,7 @@ def test_undo_takes_the_whole_model_or_its_language_part(part, apply, ids):
         assert handle.stats()["sparse"] == 2
 
 
-def test_a_handle_whose_model_was_undone_leaves_a_later_application_alone(build, apply, ids):
+def test_handle_undo_after_model_undo_keeps_later_apply(build, apply, ids):
     model = build()
     with apply(model) as first:
         headwise.undo(model)
@@ -186,7 +186,7 @@ def test_a_handle_whose_model_was_undone_leaves_a_later_application_alone(build,
     assert implementations(model) == ["sdpa"]
 
 
-def test_undo_of_a_copy_or_of_another_model_leaves_the_first_applied(build, apply, ids):
+def test_undo_of_copy_or_other_model_keeps_first_applied(build, apply, ids):
     model = build()
     with apply(model, strict=True) as handle:
         headwise.undo(copy.deepcopy(model))
@@ -198,7 +198,7 @@ def test_undo_of_a_copy_or_of_another_model_leaves_the_first_applied(build, appl
         headwise.undo("model")
 
 
-def test_a_model_to_which_something_is_applied_is_freed_with_its_last_reference(build, apply):
+def test_apply_keeps_no_reference_to_model(build, apply):
     model = build()
     apply(model)
     reference = weakref.ref(model)
@@ -210,7 +210,7 @@ def test_a_model_to_which_something_is_applied_is_freed_with_its_last_reference(
         gc.enable()
 
 
-def test_apply_from_eight_threads_at_once_gives_one_handle(build, artifact_for):
+def test_apply_from_eight_threads_returns_one_handle(build, artifact_for):
     model = build(num_hidden_layers=8)
     artifact = LoadedArtifact(artifact_for(model))
     interval = sys.getswitchinterval()
@@ -253,7 +253,7 @@ def test_apply_from_eight_threads_at_once_gives_one_handle(build, artifact_for):
         ("Llama", {"seed": 1}, "weights_sha256"),
     ],
 )
-def test_another_model_is_refused_by_the_first_field(
+def test_apply_rejects_other_model_by_first_differing_field(
     family, changes, field, build, artifact_for, ids
 ):
     artifact, other = artifact_for(build()), build(family, **changes)
@@ -267,14 +267,14 @@ def test_another_model_is_refused_by_the_first_field(
             assert handle.stats() == {"sparse": 2, "dense": {}}
 
 
-def test_a_model_with_stretched_positions_is_served(build, artifact_for, ids):
+def test_apply_accepts_longer_max_position_embeddings(build, artifact_for, ids):
     stretched = build(max_position_embeddings=4096)
     with LoadedArtifact(artifact_for(build())).apply(stretched) as handle:
         stretched(ids(200))
         assert handle.stats() == {"sparse": 2, "dense": {}}
 
 
-def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for):
+def test_apply_rejects_unknown_backend_and_non_model(build, artifact_for):
     headwise = LoadedArtifact(artifact_for(build()))
     with pytest.raises(HeadwiseError, match=r"one of auto, .*, got 'warp'"):
         headwise.apply(build(), backend="warp")
@@ -283,7 +283,7 @@ def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for
 
 
 def with_evidence(artifact, *, length=None, proven=True):
-    """The artifact with a gate's evidence on prompts of this length."""
+    """Return the artifact with a gate's evidence on prompts of this length."""
     verdict = artifacts.Verdict(proven=proven, why="14 right answers of 4 contexts")
     tasks = ()
     if length is not None:
@@ -295,7 +295,7 @@ def with_evidence(artifact, *, length=None, proven=True):
     return artifact.model_copy(update={"evidence": evidence})
 
 
-def test_load_of_an_unproven_artifact_warns_once(build, artifact_for, tmp_path, warnings):
+def test_load_unproven_artifact_warns_once(build, artifact_for, tmp_path, warnings):
     artifact = artifact_for(build())
     artifacts.save(with_evidence(artifact), tmp_path / "proven.yaml")
     artifacts.save(with_evidence(artifact, length=150, proven=False), tmp_path / "open.yaml")
@@ -315,15 +315,13 @@ def test_load_of_an_unproven_artifact_warns_once(build, artifact_for, tmp_path, 
 
 @pytest.mark.parametrize("proven", [True, False])
 @pytest.mark.parametrize("way", ["whole", "chunks", "padded batch", "policy"])
-def test_prompt_longer_than_measured_is_warned_of_once(
-    way, proven, build, artifact_for, ids, warnings
-):
+def test_prompt_longer_than_evidence_warns_once(way, proven, build, artifact_for, ids, warnings):
     model = build()
-    made = with_evidence(artifact_for(model), length=160, proven=proven)
+    artifact = with_evidence(artifact_for(model), length=160, proven=proven)
     if way == "policy":
         rows = ("all",) * model.config.num_hidden_layers
         section = artifacts.KVCache(policies={"all": artifacts.SnapKV()}, layers=rows)
-        made = made.model_copy(update={"kv_cache": section})
+        artifact = artifact.model_copy(update={"kv_cache": section})
 
     def run(handle, tokens):
         cache = handle.new_cache()
@@ -338,8 +336,8 @@ def test_prompt_longer_than_measured_is_warned_of_once(
         else:
             model(tokens, past_key_values=cache)
 
-    with LoadedArtifact(made).apply(model, backend="reference") as handle:
-        # A decode step behind the longest measured prompt is no longer prompt.
+    with LoadedArtifact(artifact).apply(model, backend="reference") as handle:
+        # A decode step after the longest measured prompt is not part of the prompt.
         run(handle, ids(160))
         assert handle.stats()["sparse"] and warnings() == []
         run(handle, ids(200))
@@ -348,9 +346,7 @@ def test_prompt_longer_than_measured_is_warned_of_once(
     assert "a prompt of 200 tokens is longer than the 160 up to which" in line
 
 
-def test_prompt_of_an_artifact_without_evidence_is_not_warned_of(
-    build, artifact_for, ids, warnings
-):
+def test_prompt_without_evidence_does_not_warn(build, artifact_for, ids, warnings):
     model = build()
     with LoadedArtifact(artifact_for(model)).apply(model, backend="reference") as handle:
         model(ids(400))

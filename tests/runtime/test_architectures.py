@@ -1,5 +1,4 @@
-"""Each architecture: prefill and decode of batches by patterns, on every cache, compiled or not;
-refusals by their cause."""
+"""Prefill and decode of each architecture: batches, caches, compilation and refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import artifacts
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, apply_dense
 from runtime.layers import attention_layers, full_layers, layer_kinds
-from tests.runtime.batches import LAYOUTS, fed, given, real_of
+from tests.runtime.batches import LAYOUTS, batch_inputs, fed, real_of
 from tests.runtime.omnikv import CLOSE, steps
 from tests.runtime.tiny import (
     FAMILIES,
@@ -41,8 +40,8 @@ PRUNABLE = [family for family in FAMILIES if family not in (*LATENT, *SINKS)]
         *((family, layout) for family in ("Gemma3", "GptOss") for layout in ("129", "right")),
     ],
 )
-def test_a_batch_is_its_sequences_by_the_index_as_a_mask(family, layout, build, apply, masked, ids):
-    # Windows of layers that slide hold the padding on the right, too: nothing follows it.
+def test_batch_matches_single_sequences_masked_by_index(family, layout, build, apply, masked, ids):
+    # Windows of sliding layers also hold right padding: no token follows it.
     more = 0 if layout == "right" else 3
     model, real = build(family), real_of(layout, more)
     width = real.shape[1] - more
@@ -53,14 +52,14 @@ def test_a_batch_is_its_sequences_by_the_index_as_a_mask(family, layout, build, 
             if n := int(mask[:width].sum()):
                 expected[row] = fed(model, tokens[row, mask > 0][None], (n, 1))[0]
     with apply(model, strict=True) as handle:
-        found = fed(model, tokens, (width, 1), attention_mask=real)
+        actual = fed(model, tokens, (width, 1), attention_mask=real)
         stats = handle.stats()
-    assert stats["sparse"] > 0 and found.isfinite().all()
+    assert stats["sparse"] > 0 and actual.isfinite().all()
     assert (stats["dense"].get("decode", 0) > 0) == (more > 0)
     for row, theirs in expected.items():
-        # Angles of LongRoPE are those of the longest sequence in a batch.
+        # LongRoPE uses the angles of the longest sequence in a batch.
         if row == 0 or family != "Phi3LongRoPE":
-            torch.testing.assert_close(found[row, real[row] > 0], theirs, **CLOSE)
+            torch.testing.assert_close(actual[row, real[row] > 0], theirs, **CLOSE)
     if layout == "left":
         dense = model(tokens[:1]).logits[0]
         assert (dense - expected[0]).abs().max() > 1e-2
@@ -82,10 +81,10 @@ def test_a_batch_is_its_sequences_by_the_index_as_a_mask(family, layout, build, 
         ),
     ],
 )
-def test_a_compiled_batch_is_served_as_it_is_uncompiled(
+def test_compiled_batch_matches_uncompiled(
     family, changes, layouts, dense, graphs, build, apply, ids
 ):
-    """By patterns or, without an artifact, by the kernels of dense attention."""
+    """Cover patterns and, without an artifact, the dense kernels."""
     model = build(family, **changes)
     forward = torch.compile(model.forward, backend=graphs)
     applied = partial(apply, strict=True) if dense is None else apply_dense
@@ -93,20 +92,20 @@ def test_a_compiled_batch_is_served_as_it_is_uncompiled(
         real = real_of(layout)
         tokens = ids(real.shape[1], batch=len(real))
         with applied(model) as handle:
-            expected = model(tokens, **given(real)).logits
-            usual = handle.stats()
+            expected = model(tokens, **batch_inputs(real)).logits
+            baseline = handle.stats()
         with applied(model) as handle:
-            found = forward(tokens, **given(real)).logits
-            assert handle.stats() == usual
+            actual = forward(tokens, **batch_inputs(real)).logits
+            assert handle.stats() == baseline
         if dense is None:
-            assert usual["sparse"] > 0
+            assert baseline["sparse"] > 0
         else:
-            assert usual["dense"] == dense
-        torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+            assert baseline["dense"] == dense
+        torch.testing.assert_close(actual[real > 0], expected[real > 0], **CLOSE)
 
 
 def whole(model: Any, layer: int) -> dict[str, Any]:
-    """Sections, by name, under which a model computes what it does without them."""
+    """Return sections, by name, that do not change the model's output."""
     modules = attention_layers(model)
     full = full_layers(modules)
     layers = range(model.config.num_hidden_layers)
@@ -119,7 +118,7 @@ def whole(model: Any, layer: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_for, ids):
+def test_sections_that_keep_all_tokens_change_nothing(family, build, artifact_for, ids):
     model, prompt, forced = build(family), ids(150), ids(2, seed=1)
     expected = steps(model, prompt, forced)
     first = full_layers(attention_layers(model))[0]
@@ -130,9 +129,9 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
     for section in served:
         artifact = artifact_for(model, dense=True).model_copy(update=section)
         with LoadedArtifact(artifact).apply(model, strict=True, backend="reference") as handle:
-            found = steps(model, prompt, forced, handle.new_cache(offload="packed"))
+            actual = steps(model, prompt, forced, handle.new_cache(offload="packed"))
             stats = handle.stats()
-        torch.testing.assert_close(found, expected, **CLOSE)
+        torch.testing.assert_close(actual, expected, **CLOSE)
         if "kv_cache" in section:
             kinds = layer_kinds(attention_layers(model)).values()
             assert stats["kept"] == 3 * sum(kind != "other" for kind in kinds)
@@ -141,7 +140,7 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SINKS])
-def test_a_filter_layer_finds_its_cache_where_the_model_clones_its_keys(
+def test_filter_layer_finds_its_cache_with_cloned_keys(
     family, build, artifact_for, ids, monkeypatch
 ):
     update = Cache.update
@@ -160,7 +159,7 @@ def test_a_filter_layer_finds_its_cache_where_the_model_clones_its_keys(
     with LoadedArtifact(artifact).apply(model, backend="reference") as handle:
         cache = handle.new_cache()
         steps(model, ids(150), ids(2, seed=1), cache)
-    # The last three queries of the prompt, and two of decode.
+    # Three last queries of the prompt and two decode steps.
     assert cache.layers[first].history.shape == (1, 5, 152)
 
 
@@ -172,7 +171,7 @@ def test_a_filter_layer_finds_its_cache_where_the_model_clones_its_keys(
         ("GptOss", "decode", r"has learned attention sinks: the decode section"),
     ],
 )
-def test_a_section_a_layer_cannot_serve_is_refused(family, section, cause, build, artifact_for):
+def test_apply_rejects_section_unsupported_by_layer(family, section, cause, build, artifact_for):
     model = build(family)
     sections = whole(model, 1)
     headwise = LoadedArtifact(artifact_for(model).model_copy(update={section: sections[section]}))
@@ -183,17 +182,17 @@ def test_a_section_a_layer_cannot_serve_is_refused(family, section, cause, build
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "GptOss"])
-def test_a_dense_artifact_rounds_as_the_model_does(family, build, apply, ids):
+def test_dense_artifact_rounding_error_matches_model(family, build, apply, ids):
     model = build(family).bfloat16()
     prompt = ids(200, batch=2)
     rounded = model(prompt).logits
     with apply(model, dense=True):
-        found = model(prompt).logits
+        actual = model(prompt).logits
     exact = build(family)(prompt).logits
-    assert (found - exact).norm() < 1.5 * (rounded - exact).norm() + 1e-3
+    assert (actual - exact).norm() < 1.5 * (rounded - exact).norm() + 1e-3
 
 
-def test_the_index_is_built_with_the_scale_of_the_model(build, apply, masked, ids):
+def test_index_uses_model_scale(build, apply, masked, ids):
     model, prompt = build("Gemma3", query_pre_attn_scalar=100_000), ids(600)
     with masked(model):
         expected = model(prompt).logits
@@ -203,7 +202,7 @@ def test_the_index_is_built_with_the_scale_of_the_model(build, apply, masked, id
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_served_is_refused_by_the_cause(name, build, artifact_for):
+def test_apply_rejects_unsupported_model_with_cause(name, build, artifact_for):
     model = refused_model(name)
     with pytest.raises(HeadwiseError) as error:
         LoadedArtifact(artifact_for(build())).apply(model)
@@ -211,7 +210,7 @@ def test_what_cannot_be_served_is_refused_by_the_cause(name, build, artifact_for
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Mixtral"])
-def test_a_model_that_slides_everywhere_is_served_as_before(family, build, apply, ids, warnings):
+def test_all_sliding_model_is_unchanged(family, build, apply, ids, warnings):
     model, prompt = build(family, sliding_window=40), ids(200)
     expected = model(prompt).logits
     with apply(model) as handle:
@@ -221,7 +220,7 @@ def test_a_model_that_slides_everywhere_is_served_as_before(family, build, apply
 
 
 @pytest.mark.parametrize("family", WITH_IMAGES)
-def test_the_text_part_of_a_model_with_images(family, apply, masked, ids):
+def test_text_part_of_image_model_matches_masked_model(family, apply, masked, ids):
     model, prompt = pictured_model(family), ids(200)
     with masked(model):
         expected = model(input_ids=prompt).logits
@@ -230,26 +229,26 @@ def test_the_text_part_of_a_model_with_images(family, apply, masked, ids):
         assert handle.stats()["sparse"] == 2
 
 
-def test_the_docs_say_what_is_tested():
+def test_docs_list_tested_architectures():
     page = (Path(__file__).parents[2] / "docs/served.md").read_text()
     section = page.split("\n## Architectures\n")[1].split("\n## ")[0]
     served, refused = section.split("\n### Refused\n")
     rows = re.findall(r"^\|.*`\w+`.*$", served, re.M)
-    found = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[2])}
+    actual = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[2])}
     models = [sizes.get("model", family) for family, sizes in FAMILIES.items()]
     pictured = {f"{family}ForConditionalGeneration" for family in WITH_IMAGES}
     newer = {f"{family}ForCausalLM" for family in SINCE_5_24}
-    assert found == {f"{name}ForCausalLM" for name in models} | pictured | newer
+    assert actual == {f"{name}ForCausalLM" for name in models} | pictured | newer
     causes = dict(re.findall(r"^\| `(\w+)`.*?\| (.*) \|$", refused, re.M))
     assert causes == {name: REFUSED[name]["cause"] for name in REFUSED.keys() - newer}
 
 
-def test_the_readme_names_the_versions_that_are_tested():
+def test_readme_names_tested_versions():
     root = Path(__file__).parents[2]
     oldest = re.findall(r'"transformers>=([\d.]+),', (root / "pyproject.toml").read_text())
     newest = re.findall(r"^transformers==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M)
-    said = re.findall(
+    versions = re.findall(
         r"tested with transformers ([\d.]+) and with ([\d.]+), the oldest supported version",
         (root / "README.md").read_text(),
     )
-    assert said == [(*newest, *oldest)]
+    assert versions == [(*newest, *oldest)]

@@ -1,4 +1,4 @@
-"""Caches: chunked prefill by sizes that grow, static slots, turns, and caches that are pickled."""
+"""Caches: chunked prefill with growing sizes, static slots, multi-turn use, and pickling."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ from tests.runtime.omnikv import CLOSE
         ("Llama", (150, 150, 200), 128),
     ],
 )
-def test_a_sparse_chunk_sees_the_whole_past(family, chunks, searched, build, apply, masked, ids):
-    """Slots of a static cache that are not filled yet are not seen; sizes that grow go with the
-    keys of a chunk."""
+def test_sparse_chunk_attends_to_whole_past(family, chunks, searched, build, apply, masked, ids):
+    """Unfilled slots of a static cache are not visible; sizes that grow follow the chunk's keys."""
     model, prompt = build(family), ids(sum(chunks))
     with masked(model, searched=searched):
         expected = fed(model, prompt, chunks)
-    made = [DynamicCache(config=model.config)]
+    caches = [DynamicCache(config=model.config)]
     if family == "Llama":
-        made.append(StaticCache(config=model.config, max_cache_len=520))
-    for cache in made:
+        caches.append(StaticCache(config=model.config, max_cache_len=520))
+    for cache in caches:
         with apply(model, searched=searched, strict=True) as handle:
-            found = fed(model, prompt, chunks, cache)
+            actual = fed(model, prompt, chunks, cache)
             assert handle.stats()["sparse"] > 0
-        torch.testing.assert_close(found, expected, **CLOSE)
+        torch.testing.assert_close(actual, expected, **CLOSE)
     if searched is not None:
         with masked(model):
             as_found = fed(model, prompt, chunks)
         assert (as_found - expected).abs().max() > 1e-2
 
 
-def test_a_later_chunk_is_dense_for_the_sequence_that_is_still_short(build, apply, ids):
+def test_later_chunk_is_dense_for_short_sequence(build, apply, ids):
     model, tokens, real = build(), ids(400, batch=2), real_from(400, 0, 200)
     options = {"strict": True, "dense_below": 305}
     with apply(model, **options) as handle:
@@ -60,7 +59,7 @@ def test_a_later_chunk_is_dense_for_the_sequence_that_is_still_short(build, appl
 
 
 @pytest.mark.parametrize("lengths", [(100, 200), (100,)], ids=str)
-def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(
+def test_dense_chunk_in_static_cache_matches_sdpa(
     lengths, build, apply, ids, monkeypatch, warnings
 ):
     def run():
@@ -72,13 +71,12 @@ def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(
     monkeypatch.setattr("kernels.registry.fast", lambda *_: ("", "no fast kernel: no compiler"))
     with apply(model, backend="auto"):
         assert torch.equal(run(), expected)
-    # A short prompt in a long cache is nothing to warn of.
+    # A short prompt in a long cache is no reason to warn.
     assert len(warnings()) == len(lengths) - 1
 
 
-def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monkeypatch):
-    """Every one of its queries sees every key in any case: dense attention says the same, without
-    choosing first."""
+def test_turn_within_dense_tail_builds_no_index(build, artifact_for, ids, monkeypatch):
+    """Every query of the turn sees every key, so dense attention needs no selection."""
     model = build()
     artifact = artifact_for(model)
     prefill = artifact.prefill.model_copy(update={"dense_tail": 80})
@@ -98,20 +96,19 @@ def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monke
                 model(ids(200), past_key_values=cache)
             builds.clear()
             before = handle.stats()["sparse"]
-            found = model(ids(length, seed=1), past_key_values=caches[0]).logits
+            actual = model(ids(length, seed=1), past_key_values=caches[0]).logits
             assert handle.stats()["sparse"] - before == len(builds) == (2 if length == 81 else 0)
         if length < 81:
             expected = model(ids(length, seed=1), past_key_values=caches[1]).logits
-            torch.testing.assert_close(found, expected, **CLOSE)
+            torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
     ("selector", "offload"),
     [(None, "never"), ("last", "never"), ("last", "packed"), ("uniform", "packed")],
 )
-def test_a_used_cache_can_be_pickled(offload, selector, build, artifact_for, decoding, ids):
-    """The keys of OmniKV's filter layers, and of caches that grow, named their layer by a reference
-    that cannot be."""
+def test_used_cache_pickles(offload, selector, build, artifact_for, decoding, ids):
+    """Filter-layer keys and growing caches held a layer reference that cannot be pickled."""
     model, tokens = build(num_hidden_layers=6), ids(156)
     loaded = LoadedArtifact(artifact_for(model))
     if selector is not None:

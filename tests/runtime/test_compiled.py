@@ -1,4 +1,4 @@
-"""torch.compile: decode is one graph, and what serves a prefill is what serves it uncompiled."""
+"""torch.compile: decode is one graph, and compiled prefill takes the same paths as uncompiled."""
 
 from __future__ import annotations
 
@@ -21,44 +21,48 @@ SMALL = {"num_hidden_layers": 1}
     ("family", "changes"),
     [("Llama", SMALL), pytest.param("Gemma3", {}, marks=pytest.mark.exhaustive)],
 )
-def test_static_decode_is_the_graphs_it_was(family, changes, graphs, build, apply, masked, ids):
+def test_static_decode_with_artifact_compiles_no_more_graphs(
+    family, changes, graphs, build, apply, masked, ids
+):
     model = build(family, **changes)
     prompts = [ids(200), ids(200, seed=1)]
     compiled = CompileConfig(backend=graphs, fullgraph=True, mode=None, dynamic=None)
-    # transformers compiles on accelerators only unless told so.
+    # transformers compiles on accelerators only, unless this flag is set.
     compiled._compile_all_devices = True
     options = OPTIONS | {"cache_implementation": "static", "compile_config": compiled}
     with masked(model):
         expected = [model.generate(p, **OPTIONS).tolist() for p in prompts]
         model.generate(prompts[0], **options)
-        usual = len(graphs.made)
+        baseline = len(graphs.compiled)
     with apply(model, strict=True) as handle:
         tokens = [model.generate(p, **options).tolist() for p in prompts]
         assert handle.stats()["sparse"] > 0
-        assert 0 < len(graphs.made) - usual <= usual
-        # Another model's artifact is no reason to compile this one's decode again.
+        assert 0 < len(graphs.compiled) - baseline <= baseline
+        # Another model's artifact does not recompile this model's decode.
         other = build(seed=1, **SMALL)
         with apply(other):
             assert model.generate(prompts[0], **options).tolist() == expected[0]
-        assert len(graphs.made) <= 2 * usual
+        assert len(graphs.compiled) <= 2 * baseline
     assert tokens == expected
 
 
 @pytest.mark.exhaustive
-def test_lengths_may_change_and_packed_prompts_are_dense(graphs, build, apply, ids, warnings):
+def test_compiled_prefill_serves_new_lengths_and_packed_prompts_densely(
+    graphs, build, apply, ids, warnings
+):
     model, prompt = build(**SMALL), ids(300)
     forward = torch.compile(model.forward, backend=graphs)
     dense = model(prompt).logits
     with apply(model) as handle, torch.inference_mode():
         for length in (200, 100):
-            found = forward(ids(length)).logits
-            torch.testing.assert_close(found, model(ids(length)).logits, **CLOSE)
+            actual = forward(ids(length)).logits
+            torch.testing.assert_close(actual, model(ids(length)).logits, **CLOSE)
         assert handle.stats()["sparse"] == 2, "100 tokens are too few"
         assert warnings() == []
-        # Without a cache and a padding mask, transformers traces the mask of packed prompts,
-        # whatever the positions are.
-        found = forward(prompt, use_cache=False).logits
-        torch.testing.assert_close(found, dense, **CLOSE)
+        # Without a cache and a padding mask, transformers traces the packed-prompt mask for all
+        # positions.
+        actual = forward(prompt, use_cache=False).logits
+        torch.testing.assert_close(actual, dense, **CLOSE)
         assert handle.stats()["dense"][NOT_CAUSAL] == 1
     assert len(warnings()) == 1
 
@@ -77,7 +81,7 @@ STREAM = artifacts.KVCache(
         pytest.param("packed", "model", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_compiled_model_generates_the_same(
+def test_compiled_generate_equals_uncompiled(
     section, compiled, graphs, build, artifact_for, decoding, ids, warnings
 ):
     if section == "kv_cache":
@@ -94,11 +98,11 @@ def test_a_compiled_model_generates_the_same(
             return model.generate(prompt, past_key_values=cache, **OPTIONS).tolist()
 
         expected = generate()
-        usual = handle.stats()
+        baseline = handle.stats()
         module = model if compiled == "model" else model.model.layers[-1].self_attn
         module.forward = torch.compile(module.forward, backend=graphs)
         assert generate() == expected
         stats = handle.stats()
     for served in ("sparse", "decode", "kept"):
-        assert stats.get(served, 0) == 2 * usual.get(served, 0)
+        assert stats.get(served, 0) == 2 * baseline.get(served, 0)
     assert warnings() == []

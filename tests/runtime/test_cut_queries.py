@@ -1,7 +1,8 @@
-"""Models that cut the queries of some layers to the last ones, whose logits are asked for.
+"""Models that cut the queries of some layers to the last ones, whose logits are requested.
 
-Gemma 4 does so in the layers that read the keys and values of others, and cuts the mask with them.
-Gemma 3n shares keys and values without cutting."""
+Gemma 4 does so in the layers that read the keys and values of other layers, and cuts the mask too.
+Gemma 3n shares keys and values without cutting.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +43,21 @@ def shared(request, build):
 
 @pytest.mark.parametrize("by", WAYS)
 @pytest.mark.parametrize("length", [9, 40, 300])
-def test_apply_dense_few_logits_equal_those_of_all(by, length, shared, ids):
+def test_apply_dense_last_logits_equal_all_logits(by, length, shared, ids):
     prompt = ids(length, batch=2)
     real = torch.ones_like(prompt)
     real[1, : length // 3] = 0
     for mask in (None, torch.ones_like(prompt), real):
         expected = shared(prompt, attention_mask=mask).logits
         with apply_dense(shared, by=by):
-            for kept in (0, 1, 3, 8):
-                found = shared(prompt, attention_mask=mask, logits_to_keep=kept).logits
-                torch.testing.assert_close(found, expected[:, -kept:], **CLOSE)
+            for count in (0, 1, 3, 8):
+                actual = shared(prompt, attention_mask=mask, logits_to_keep=count).logits
+                torch.testing.assert_close(actual, expected[:, -count:], **CLOSE)
 
 
 @pytest.mark.parametrize("by", WAYS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_apply_dense_chunks_and_drafts_of_cut_queries_equal_the_whole(by, cache, build, ids):
+def test_apply_dense_chunks_and_drafts_equal_whole_prefill(by, cache, build, ids):
     model, tokens = build("Gemma4", **GEMMA4_SHARED), ids(120)
     expected = model(tokens).logits
     with apply_dense(model, by=by) as handle:
@@ -64,15 +65,15 @@ def test_apply_dense_chunks_and_drafts_of_cut_queries_equal_the_whole(by, cache,
         if cache == "static":
             past = StaticCache(config=model.config, max_cache_len=200)
         start = 0
-        for width, kept in ((70, 3), (30, 2), (5, 4), (1, 1), (9, 9), (5, 1)):
+        for width, count in ((70, 3), (30, 2), (5, 4), (1, 1), (9, 9), (5, 1)):
             part = tokens[:, start : start + width]
             start += width
-            found = model(part, past_key_values=past, logits_to_keep=kept).logits
-            torch.testing.assert_close(found, expected[:, start - kept : start], **CLOSE)
+            actual = model(part, past_key_values=past, logits_to_keep=count).logits
+            torch.testing.assert_close(actual, expected[:, start - count : start], **CLOSE)
 
 
 @pytest.mark.parametrize("by", WAYS)
-def test_generate_with_prompt_lookup_gives_the_greedy_tokens(by, build, ids):
+def test_generate_with_prompt_lookup_equals_greedy(by, build, ids):
     model = build("Gemma4", **GEMMA4_SHARED)
     prompt = ids(20).repeat(1, 3)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -80,39 +81,37 @@ def test_generate_with_prompt_lookup_gives_the_greedy_tokens(by, build, ids):
     with apply_dense(model, by=by) as handle:
         for more in ({}, {"prompt_lookup_num_tokens": 4}):
             for cache in (None, handle.new_cache()):
-                found = model.generate(prompt, past_key_values=cache, **options, **more)
-                assert torch.equal(found, expected)
+                actual = model.generate(prompt, past_key_values=cache, **options, **more)
+                assert torch.equal(actual, expected)
 
 
-def test_generate_with_an_assistant_gives_the_greedy_tokens(build, ids):
+def test_generate_with_assistant_equals_greedy(build, ids):
     model, prompt = build("Gemma4", **GEMMA4_SHARED), ids(60)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, **options)
     with apply_dense(model):
         for seed in (0, 1):
             assistant = build("Gemma4", seed=seed, **GEMMA4_SHARED)
-            found = model.generate(prompt, assistant_model=assistant, **options)
-            assert torch.equal(found, expected)
+            actual = model.generate(prompt, assistant_model=assistant, **options)
+            assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("kept", [0, 70])
-def test_apply_serves_shared_layers_by_patterns_without_making_a_mask(
-    kept, shared, apply, masked, ids, monkeypatch
-):
+@pytest.mark.parametrize("count", [0, 70])
+def test_apply_shared_layers_builds_no_mask(count, shared, apply, masked, ids, monkeypatch):
     prompt = ids(600)
     with masked(shared):
         expected = shared(prompt).logits
-    made = []
-    monkeypatch.setattr(PrefillMask, "_once", lambda mask, may_skip: made.append(mask.shape))
+    masks = []
+    monkeypatch.setattr(PrefillMask, "_once", lambda mask, may_skip: masks.append(mask.shape))
     with apply(shared, strict=True, backend="auto") as handle:
-        found = shared(prompt, logits_to_keep=kept).logits
+        actual = shared(prompt, logits_to_keep=count).logits
         assert handle.stats()["sparse"] == 3
-    assert not made
-    torch.testing.assert_close(found, expected[:, -kept:], **CLOSE)
+    assert not masks
+    torch.testing.assert_close(actual, expected[:, -count:], **CLOSE)
 
 
 @pytest.mark.parametrize("section", ["kv_cache", "decode"])
-def test_apply_refuses_a_section_where_layers_share_keys_and_values(section, shared, artifact_for):
+def test_apply_rejects_section_for_shared_keys_and_values(section, shared, artifact_for):
     rows = tuple("f" if kind == "full_attention" else None for kind in GEMMA4_SHARED["layer_types"])
     sections = {
         "kv_cache": artifacts.KVCache(policies={"f": artifacts.Full()}, layers=rows),
@@ -127,8 +126,8 @@ def test_apply_refuses_a_section_where_layers_share_keys_and_values(section, sha
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("queries", [2, 16, 40])
-def test_attention_without_a_mask_takes_queries_for_the_last_of_the_keys(attention, queries, build):
-    """Also where nothing is applied to the module."""
+def test_attention_without_mask_aligns_queries_to_last_keys(attention, queries, build):
+    """Check also a module without an applied artifact."""
     config = build().config
     module = LlamaAttention(config, 0).eval()
     q, k, v = torch.randn(1, 4, queries, 32), torch.randn(1, 2, 50, 32), torch.randn(1, 2, 50, 32)
@@ -140,6 +139,6 @@ def test_attention_without_a_mask_takes_queries_for_the_last_of_the_keys(attenti
     for layer in (None, Layer(settings, 0, None)):
         if layer is not None:
             remember(config, {module: layer}, settings)
-        found, _ = headwise_attention(module, q, k, v, None, scaling=32**-0.5)
+        actual, _ = headwise_attention(module, q, k, v, None, scaling=32**-0.5)
         forget(config, [module])
-        torch.testing.assert_close(found.transpose(1, 2), expected, **CLOSE)
+        torch.testing.assert_close(actual.transpose(1, 2), expected, **CLOSE)

@@ -1,5 +1,7 @@
-"""OmniKV's decode and chunked prefill against the same thing in plain torch over full attention
-weights. Keys and values lie on the device, or in a bank whose copies are as late as they may be."""
+"""OmniKV's decode and chunked prefill against plain torch over full attention weights.
+
+Keys and values are on the device, or in a bank whose copies are as late as allowed.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ both = pytest.mark.parametrize("offload", ["never", "packed"])
         ("Gemma3", "exponential", 24, (1,) * 8, "reference", "never"),
         ("Gemma3", "last", 24, (1,) * 8, "reference", "packed"),
         ("Yi", "uniform", 24, (1,) * 8, "reference", "never"),
-        # Drafts see themselves and what is before them.
+        # Drafts see themselves and the tokens before them.
         ("Llama", "last", 2, (4, 1, 5), "auto", "packed"),
         ("Llama", "last", 24, (4, 1, 5), "auto", "never"),
     ],
 )
-def test_every_step_is_what_the_oracle_computes(
+def test_decode_steps_match_reference(
     family, selector, budget, sizes, backend, offload, build, decoding, ids
 ):
     more = SLIDING if family == "Gemma3" else {}
@@ -47,20 +49,22 @@ def test_every_step_is_what_the_oracle_computes(
         expected = fed(model, tokens, sizes)
     dense = fed(model, tokens, sizes)
     with loaded.apply(model, backend=backend, strict=True) as handle:
-        found = fed(model, tokens, sizes, handle.new_cache(offload=offload))
+        actual = fed(model, tokens, sizes, handle.new_cache(offload=offload))
         assert handle.stats()["decode"] == (len(sizes) - 1) * (6 if family != "Gemma3" else 5)
         if budget == 24:
             assert handle.stats()["tokens"] == 24
-    torch.testing.assert_close(found, expected, **CLOSE)
-    assert (found - dense)[:, 150:].abs().max() > 0.05, "the budget must bite, or nothing is tested"
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert (actual - dense)[:, 150:].abs().max() > 0.05, (
+        "the budget must bite, or nothing is tested"
+    )
 
 
-def test_without_the_cache_the_last_query_chooses(build, decoding, ids):
+def test_decode_without_headwise_cache_selects_by_last_query(build, decoding, ids):
     model, tokens = build(**LAYERS), ids(156)
     with decoding(model).apply(model, backend="reference") as handle:
         expected = fed(model, tokens, (150, 1), handle.new_cache())
-        found = fed(model, tokens, (150, 1))
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual = fed(model, tokens, (150, 1))
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 CHOSEN = {"prefill_ratio": 0.5}
@@ -69,7 +73,7 @@ CHOSEN = {"prefill_ratio": 0.5}
 @pytest.mark.parametrize(
     ("section", "padding", "sizes", "backend", "offload"),
     [
-        # One has less than the budget at first.
+        # One sequence is below the budget at first.
         ({"selector": "last"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "packed"),
         ({"selector": "exponential"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "never"),
         ({"selector": "exponential"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "packed"),
@@ -77,7 +81,7 @@ CHOSEN = {"prefill_ratio": 0.5}
         (CHOSEN, (0, 85, 120, 199), (100, 100, 100), "auto", "packed"),
     ],
 )
-def test_left_padded_batch_is_its_sequences_alone(
+def test_decode_left_padded_batch_matches_single_sequences(
     section, padding, sizes, backend, offload, build, decoding, ids
 ):
     model, tokens = build(**LAYERS), ids(sum(sizes), batch=len(padding))
@@ -93,7 +97,7 @@ def test_left_padded_batch_is_its_sequences_alone(
 
 
 @both
-def test_turns_chunks_crops_and_copies_on_one_cache(offload, build, decoding, ids):
+def test_cache_multi_turn_chunks_crops_and_copies_match_reference(offload, build, decoding, ids):
     model, text = build(**LAYERS), ids(200)
     with decoding(model, selector="uniform", window=3).apply(model, backend="auto") as handle:
         cache = handle.new_cache(offload=offload)
@@ -120,7 +124,7 @@ def test_turns_chunks_crops_and_copies_on_one_cache(offload, build, decoding, id
     ],
     ids=str,
 )
-def test_beams_and_samples_carry_their_scores_along(options, offload, build, decoding, ids):
+def test_beam_search_and_sampling_reorder_scores(options, offload, build, decoding, ids):
     model, prompt = build(**LAYERS), ids(120)
     options = {"max_new_tokens": 6, "do_sample": False, "min_new_tokens": 6} | options
     loaded = decoding(model, selector="uniform", window=3, budget=0.9999)
@@ -135,7 +139,7 @@ def test_beams_and_samples_carry_their_scores_along(options, offload, build, dec
         assert handle.stats()["decode"] > 0
 
 
-def test_no_memory_is_copied_for_a_new_token(build, decoding, ids):
+def test_decode_new_token_copies_no_memory(build, decoding, ids):
     model = build(**LAYERS)
     with decoding(model).apply(model) as handle:
         cache = handle.new_cache(offload="never")
@@ -149,7 +153,7 @@ def test_no_memory_is_copied_for_a_new_token(build, decoding, ids):
 
 
 @both
-def test_inference_mode_may_end_between_two_steps(offload, build, decoding, ids):
+def test_decode_inference_mode_ends_between_steps(offload, build, decoding, ids):
     model, tokens = build(**LAYERS), ids(123)
     with decoding(model).apply(model, backend="auto") as handle:
         expected = fed(model, tokens, (120, 1), handle.new_cache(offload=offload))
@@ -162,7 +166,7 @@ def test_inference_mode_may_end_between_two_steps(offload, build, decoding, ids)
 
 @pytest.fixture
 def wrapped(monkeypatch):
-    """wrapped(compute): models get compute(keys or values) in place of what their cache returns."""
+    """Return wrapped(compute): models get compute(keys or values) instead of the cache's output."""
 
     def wrapped(compute):
         update = Cache.update
@@ -177,7 +181,7 @@ def wrapped(monkeypatch):
 
 @both
 @pytest.mark.parametrize("selector", ["uniform", "exponential"])
-def test_selector_of_a_model_that_clones_its_keys_sees_earlier_scores(
+def test_selector_with_cloned_keys_sees_earlier_scores(
     selector, offload, build, decoding, ids, wrapped
 ):
     model, tokens = build(**LAYERS), ids(156)
@@ -186,12 +190,12 @@ def test_selector_of_a_model_that_clones_its_keys_sees_earlier_scores(
         expected = fed(model, tokens, (150, 1))
     wrapped(torch.clone)
     with loaded.apply(model, strict=True) as handle:
-        found = fed(model, tokens, (150, 1), handle.new_cache(offload=offload))
+        actual = fed(model, tokens, (150, 1), handle.new_cache(offload=offload))
         assert handle.stats()["decode"] == 6 * 6
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_filter_layer_with_keys_of_another_length_is_refused(build, decoding, ids, wrapped):
+def test_filter_layer_rejects_keys_of_another_length(build, decoding, ids, wrapped):
     model = build(**LAYERS)
     with decoding(model, selector="uniform").apply(model) as handle:
         cache = handle.new_cache()
@@ -200,7 +204,7 @@ def test_filter_layer_with_keys_of_another_length_is_refused(build, decoding, id
             model(ids(150), past_key_values=cache, use_cache=True)
 
 
-def test_a_cache_used_before_an_artifact_is_applied_is_no_other_cache(build, decoding, ids):
+def test_cache_used_before_apply_keeps_no_history(build, decoding, ids):
     model, tokens = build(**LAYERS), ids(156)
     loaded = decoding(model, selector="uniform")
     with loaded.apply(model, backend="reference"):
@@ -208,12 +212,12 @@ def test_a_cache_used_before_an_artifact_is_applied_is_no_other_cache(build, dec
     cache = loaded.new_cache(model)
     fed(model, tokens, (150, 1), cache)
     with loaded.apply(model, backend="reference"):
-        found = fed(model, tokens, (150, 1))
-    assert torch.equal(found, expected)
+        actual = fed(model, tokens, (150, 1))
+    assert torch.equal(actual, expected)
     assert cache.layers[2].history is None
 
 
-def test_a_filter_layer_that_caches_more_than_keys_is_refused_for_earlier_scores(decoding):
+def test_filter_layer_rejects_extra_cached_states_for_earlier_scores(decoding):
     model = every_model("falcon_h1")
     loaded = decoding(model, selector="uniform", filter_layers=(0,), dense_layers=())
     with pytest.raises(HeadwiseError, match=r"selector must be 'last', got 'uniform': .* layer 0"):
@@ -221,7 +225,7 @@ def test_a_filter_layer_that_caches_more_than_keys_is_refused_for_earlier_scores
     decoding(model, filter_layers=(0,), dense_layers=()).new_cache(model)
 
 
-def test_a_section_that_does_not_fit_the_model_is_refused(build, decoding):
+def test_apply_rejects_decode_section_that_does_not_fit_model(build, decoding):
     model = build("Gemma3")
     with pytest.raises(HeadwiseError, match=r"filter layer 0 slides.* layers 1-2"):
         decoding(model, filter_layers=(0,), dense_layers=()).apply(model)
@@ -236,7 +240,7 @@ def test_a_section_that_does_not_fit_the_model_is_refused(build, decoding):
         ("Gemma3", 0.25, (200, 36, 64), "never"),
     ],
 )
-def test_every_chunk_is_what_the_oracle_makes(family, ratio, sizes, offload, build, decoding, ids):
+def test_prefill_chunks_match_reference(family, ratio, sizes, offload, build, decoding, ids):
     model = build(family, **LAYERS, **(SLIDING if family == "Gemma3" else {}))
     tokens, sizes = ids(303), (*sizes, 1)
     loaded = decoding(model, prefill_ratio=ratio, window=6, dense_layers=(0,))
@@ -244,21 +248,21 @@ def test_every_chunk_is_what_the_oracle_makes(family, ratio, sizes, offload, bui
         expected = fed(model, tokens, sizes)
     dense = fed(model, tokens, sizes)
     with loaded.apply(model, backend="auto", strict=True) as handle:
-        found = fed(model, tokens, sizes, handle.new_cache(offload=offload))
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual = fed(model, tokens, sizes, handle.new_cache(offload=offload))
+    torch.testing.assert_close(actual, expected, **CLOSE)
     torch.testing.assert_close(dense[:, : sizes[0]], expected[:, : sizes[0]], **CLOSE)
     assert (dense - expected)[:, 236:300].abs().max() > 0.05, "the choice must bite"
 
 
-def test_only_chosen_rows_of_the_past_are_fetched(build, decoding, ids, monkeypatch):
+def test_prefill_chunk_fetches_only_selected_rows(build, decoding, ids, monkeypatch):
     staged = []
     former = copy_engine.CopyEngine.staging
 
-    def noted(self, rows, *more):
+    def record(self, rows, *more):
         staged.append(rows)
         return former(self, rows, *more)
 
-    monkeypatch.setattr(copy_engine.CopyEngine, "staging", noted)
+    monkeypatch.setattr(copy_engine.CopyEngine, "staging", record)
     monkeypatch.setattr("runtime.omnikv.bank.Bank.read", None)
     model = build(**LAYERS)
     with decoding(model, prefill_ratio=0.5).apply(model, backend="auto") as handle:
@@ -267,10 +271,12 @@ def test_only_chosen_rows_of_the_past_are_fetched(build, decoding, ids, monkeypa
 
 
 @pytest.mark.parametrize(("padded", "own_cache"), [(True, False), (False, True)])
-def test_a_model_over_two_devices_decodes(padded, own_cache, build, decoding, ids):
-    """There is one real device here. The second is "meta", which refuses to mix with the first and
-    computes no numbers: a forward that ends shows that all that a layer is given lies where the
-    layer does."""
+def test_decode_model_on_two_devices_completes(padded, own_cache, build, decoding, ids):
+    """Use "meta" as the second device.
+
+    It does not mix with the real device and computes no numbers. A forward pass that ends shows
+    that all inputs of a layer are on the layer's device.
+    """
     model, tokens = build(**LAYERS), ids(153, batch=2)
     loaded, real = decoding(model), real_from(153, 30 * padded, 0)
 
@@ -282,6 +288,5 @@ def test_a_model_over_two_devices_decodes(padded, own_cache, build, decoding, id
     with loaded.apply(model, check_weights=False) as handle:
         cache = handle.new_cache() if own_cache else DynamicCache(config=model.config)
         fed(model, tokens, (150, 1), cache, attention_mask=real)
-        # All six layers in each of three steps: 2 and 4 filter, 3 and 5 are served, over both
-        # devices.
+        # Six layers in three steps: 2 and 4 filter, 3 and 5 are served, over both devices.
         assert handle.settings.calls.total()["chosen"] == 3 * 6

@@ -1,4 +1,4 @@
-"""Whatever is not sparse: by Headwise's kernels where they are faster, as the model has it."""
+"""Dense attention: Headwise's kernels where they are faster, with the model's own semantics."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.runtime.batches import fed, real_from, real_of
 from tests.runtime.omnikv import CLOSE
 
 DENSE, WINDOW, DECODE = "dense by kernel", "window by kernel", "decode by kernel"
-# With them sinks, soft-caps, wide heads, layers without positions.
+# Architectures with sinks, soft-caps, wide heads, or layers without positions.
 SLIDING = ("Gemma2", "Gemma3", "Gemma3Wide", "Cohere2", "GptOss")
 
 
 @pytest.fixture(autouse=True)
 def _at_any_length(monkeypatch):
-    """In float32 decode by our kernel waits for 256 keys; here there are fewer."""
+    """Lower the kernel's threshold of 256 keys for float32 decode."""
     monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 1)
 
 
@@ -40,19 +40,19 @@ def sliding(model: Any) -> int:
         ("Gemma3", "129"),
     ],
 )
-def test_batches_are_what_the_model_makes_of_them(family, layout, build, ids):
+def test_apply_dense_batches_match_model(family, layout, build, ids):
     model, real = build(family), real_of(layout, more=3)
     tokens, sizes = ids(real.shape[1], batch=len(real)), (real.shape[1] - 3, 1)
     options = {"attention_mask": real}
     expected = fed(model, tokens, sizes, **options)
     with apply_dense(model) as handle:
-        found = fed(model, tokens, sizes, **options)
+        actual = fed(model, tokens, sizes, **options)
         counts = handle.stats()["dense"]
-    torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+    torch.testing.assert_close(actual[real > 0], expected[real > 0], **CLOSE)
     layers = model.config.num_hidden_layers
     assert counts[DENSE] == layers - sliding(model)
     assert counts.get(WINDOW, 0) == sliding(model)
-    # Tokens after padding on the right leave holes in their sequences; sinks are no keys.
+    # Tokens after right padding leave holes in their sequences; sinks are not keys.
     if layout != "right" or family == "Llama":
         by_kernel = 0 if layout == "right" or family == "GptOss" else 3 * layers
         assert counts.get(DECODE, 0) == by_kernel
@@ -62,46 +62,46 @@ def test_batches_are_what_the_model_makes_of_them(family, layout, build, ids):
     ("cache", "sizes"),
     [("dynamic", (130, 64, 5, 90, 1)), ("static", (200, 64, 1)), ("own", (20, 64, 200, 1))],
 )
-def test_chunks_and_decode_beyond_a_window(cache, sizes, build, ids):
-    """The window moves past the padding while tokens are decoded."""
+def test_apply_dense_chunks_and_decode_beyond_window_match_model(cache, sizes, build, ids):
+    """The window moves past the padding during decode."""
     model, real = build("Gemma3"), real_from(sum(sizes) + 40, 35, 0, 3)
     tokens = ids(real.shape[1], batch=3)
     options = {"attention_mask": real}
     expected = fed(model, tokens, sizes, **options)
     with apply_dense(model) as handle:
-        made = {
+        caches = {
             "dynamic": lambda: DynamicCache(config=model.config),
             "static": lambda: StaticCache(config=model.config, max_cache_len=500),
             "own": handle.new_cache,
         }
-        found = fed(model, tokens, sizes, made[cache](), **options)
+        actual = fed(model, tokens, sizes, caches[cache](), **options)
         counts = handle.stats()["dense"]
-    torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+    torch.testing.assert_close(actual[real > 0], expected[real > 0], **CLOSE)
     assert counts[WINDOW] == sum(size >= 64 for size in sizes)
 
 
 @pytest.mark.parametrize("drafts", [16, 17])
-def test_drafts(drafts, build, ids):
+def test_drafts_match_plain_decode(drafts, build, ids):
     model, tokens = build(), ids(100 + drafts)
     expected = fed(model, tokens, (100, drafts))
     with apply_dense(model) as handle:
-        found = fed(model, tokens, (100, drafts))
+        actual = fed(model, tokens, (100, drafts))
         assert handle.stats()["dense"].get(DECODE, 0) == (2 if drafts <= 16 else 0)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @pytest.mark.parametrize(("length", "padding"), [(9, 0), (127, 0), (200, 100)])
-def test_short_prompts_are_bitwise_what_sdpa_gives(length, padding, build, artifact_for, ids):
-    """Padding longer than the threshold makes no prompt long."""
+def test_short_prompts_equal_sdpa_bitwise(length, padding, build, artifact_for, ids):
+    """Padding longer than the threshold does not make a prompt long."""
     model, prompt = build(), ids(length, batch=2 if padding else 1)
-    given = {"attention_mask": real_from(length, padding, padding)} if padding else {}
-    expected = model(prompt, **given).logits
+    kwargs = {"attention_mask": real_from(length, padding, padding)} if padding else {}
+    expected = model(prompt, **kwargs).logits
     with LoadedArtifact(artifact_for(model)).apply(model) as handle:
-        assert torch.equal(model(prompt, **given).logits, expected)
+        assert torch.equal(model(prompt, **kwargs).logits, expected)
         assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
 
 
-def test_short_contexts_are_sdpa_s_in_float32_alone(build, artifact_for, ids, monkeypatch):
+def test_short_contexts_use_sdpa_in_float32_only(build, artifact_for, ids, monkeypatch):
     monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 256)
     model = build()
     for dtype, length, reason in (
@@ -125,18 +125,20 @@ def test_short_contexts_are_sdpa_s_in_float32_alone(build, artifact_for, ids, mo
     ids=str,
 )
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_switched_off(family, changes, options, build, artifact_for, ids, monkeypatch):
+def test_dense_kernel_switched_off_uses_model_attention(
+    family, changes, options, build, artifact_for, ids, monkeypatch
+):
     monkeypatch.setattr("runtime.attention.function.faster", lambda *_: "kernel")
     model, tokens = build(family, **changes), ids(303)
     rows = [None] * model.config.num_hidden_layers
     expected = fed(model, tokens, (300, 1))
     with LoadedArtifact(artifact_for(model, rows=rows)).apply(model, **options) as handle:
-        found = fed(model, tokens, (300, 1))
+        actual = fed(model, tokens, (300, 1))
         assert not {DENSE, WINDOW, DECODE} & set(handle.stats()["dense"])
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
-def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build, ids):
+def test_layer_with_lost_tokens_fails_like_sdpa(build, ids):
     model, prompt, real = build(), ids(100, batch=2), real_from(101, 40, 0)
     cache = DynamicCache(config=model.config)
     model(prompt, attention_mask=real[:, :100], past_key_values=cache)
@@ -146,8 +148,8 @@ def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build, ids):
         model(prompt[:, :1], attention_mask=real, past_key_values=cache)
 
 
-def test_patterns_for_a_layer_with_a_window_in_its_mask_are_refused(build, artifact_for, ids):
-    """Qwen2-MoE has a window in the mask alone: its call does not say so."""
+def test_patterns_for_layer_with_mask_window_are_rejected(build, artifact_for, ids):
+    """Qwen2-MoE has a window in the mask only, not in its attention call."""
     window = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
     small = {"hidden_size": 256, "num_experts": 4, "moe_intermediate_size": 32}
     model, prompt = build("Qwen2Moe", **window, **small), ids(300)
@@ -160,41 +162,44 @@ def test_patterns_for_a_layer_with_a_window_in_its_mask_are_refused(build, artif
         model(prompt)
 
 
-def made(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(1, 4, q_len, 64), torch.randn(1, 2, k_len, 64), torch.randn(1, 2, k_len, 32)
 
 
 @pytest.mark.parametrize("by", ["kernel", "sdpa", "auto"])
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 200), (1000, 1000), (300, 1100)])
 @pytest.mark.parametrize("window", [None, 100])
-def test_either_is_the_reference(window, q_len, k_len, by):
-    q, k, v = made(q_len, k_len)
-    found = dense.fastest_dense(q, k, v, scale=0.2, window=window, by=by)
+def test_fastest_dense_matches_reference(window, q_len, k_len, by):
+    q, k, v = random_qkv(q_len, k_len)
+    actual = dense.fastest_dense(q, k, v, scale=0.2, window=window, by=by)
     expected = dense.dense_attention(q, k, v, scale=0.2, window=window, backend="reference")[0]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_soft_cap_is_the_kernel_s():
-    q, k, v = made(100, 100)
+def test_fastest_dense_softcap_needs_kernel():
+    q, k, v = random_qkv(100, 100)
     expected = dense.dense_attention(q, k, v, softcap=2.0, backend="reference")[0]
-    found = dense.fastest_dense(q, k, v, softcap=2.0)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    actual = dense.fastest_dense(q, k, v, softcap=2.0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="soft-cap"):
         dense.fastest_dense(q, k, v, softcap=2.0, by="sdpa")
     with pytest.raises(ValueError, match="got 'fast'"):
         dense.fastest_dense(q, k, v, by="fast")
 
 
-def test_the_rule(monkeypatch):
-    assert dense.faster(*made(100, 1023)) == "sdpa" and dense.faster(*made(100, 1024)) == "kernel"
-    # A device without anything in it stands for a GPU.
-    assert dense.faster(*(x.to("meta") for x in made(4096, 4096))) == "sdpa"
+def test_faster_selects_by_length_and_device(monkeypatch):
+    assert (
+        dense.faster(*random_qkv(100, 1023)) == "sdpa"
+        and dense.faster(*random_qkv(100, 1024)) == "kernel"
+    )
+    # The meta device represents a GPU.
+    assert dense.faster(*(x.to("meta") for x in random_qkv(4096, 4096))) == "sdpa"
     monkeypatch.setattr(registry, "fast", lambda *_: ("", "no compiler"))
-    assert dense.faster(*made(100, 1024)) == "sdpa"
+    assert dense.faster(*random_qkv(100, 1024)) == "sdpa"
 
 
 @pytest.mark.parametrize("by", ["kernel", "model"])
-def test_a_whole_model_without_an_artifact(by, build, ids):
+def test_apply_dense_generate_matches_model(by, build, ids):
     model, prompt = build(), ids(100)
     options = {"max_new_tokens": 5, "do_sample": False}
     expected = model.generate(prompt, **options)

@@ -1,5 +1,7 @@
-"""Serving in the dtypes of its tensors: another default dtype changes nothing, and under autocast
-queries, keys and values are brought to one dtype."""
+"""Serving uses the dtypes of its tensors.
+
+Another default dtype changes nothing. Under autocast, queries, keys and values get one dtype.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.runtime.batches import fed, real_from
 from tests.runtime.conftest import SPARSE
 from tests.runtime.omnikv import DECODE, LAYERS
 
-# From 256 keys on Headwise's kernel serves decode steps in float32, too.
+# From 256 keys, Headwise's kernel also serves float32 decode steps.
 N = 260
 POLICIES: dict[str, Any] = {
     "full": artifacts.Full(),
@@ -48,7 +50,7 @@ DENSE = ("kernel", "auto", "model")
 
 @pytest.fixture
 def loaded(artifact_for, keeping) -> Callable[[Any, str], LoadedArtifact]:
-    """loaded(model, way) -> an artifact with a policy, a decode section or a pattern."""
+    """Return loaded(model, way): an artifact with a policy, a decode section or a pattern."""
 
     def loaded(model: Any, way: str) -> LoadedArtifact:
         if way in POLICIES:
@@ -73,13 +75,14 @@ def loaded(artifact_for, keeping) -> Callable[[Any, str], LoadedArtifact]:
 
 @pytest.fixture
 def serve(loaded, ids) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """serve(model, way, cache="own", batch=1, backend="auto", offload="never") -> logits and
-    stats() of a prompt and of tokens after it.
+    """Return serve(...), which returns logits and stats() of a prompt and of tokens after it.
 
-    way: a policy, a decode section, a pattern, or who computes dense attention."""
+    Arguments: model, way, cache="own", batch=1, backend="auto", offload="never". `way` is a policy,
+    a decode section, a pattern, or a dense backend.
+    """
 
     def serve(model, way, cache="own", batch=1, backend="auto", offload="never"):
-        # Chunks of a prompt choose from the past of each.
+        # Each chunk of a prompt selects from its past.
         chunks = (N // 2, N // 2, 1) if way == "omnikv prefill" else (N, 1)
         if way in DENSE:
             handle = apply_dense(model, by=way)
@@ -91,11 +94,11 @@ def serve(loaded, ids) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
                 logits = model(tokens, use_cache=False).logits
             else:
                 if cache == "own":
-                    made = handle.new_cache(offload=offload)
+                    kv_cache = handle.new_cache(offload=offload)
                 else:
-                    made = DynamicCache(config=model.config)
+                    kv_cache = DynamicCache(config=model.config)
                 real = real_from(N + 6, *range(0, 40 * batch, 40)) if batch > 1 else None
-                logits = fed(model, tokens, chunks, made, attention_mask=real)
+                logits = fed(model, tokens, chunks, kv_cache, attention_mask=real)
                 if real is not None:
                     logits = logits[real.bool()]
             return logits, handle.stats()
@@ -107,128 +110,128 @@ def model_for(build: Any, way: str) -> Any:
     return build(**(LAYERS if way in SECTIONS else {}))
 
 
-# The kernels' reference, which serves any dtype, is slow.
+# The reference kernels serve any dtype but are slow.
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("auto", torch.bfloat16), ("reference", torch.float64)]
 )
 @pytest.mark.parametrize("way", [*POLICIES, *SECTIONS, *KINDS, *DENSE])
-def test_serving_under_another_default_dtype_is_the_same(way, backend, dtype, build, serve):
+def test_serving_with_other_default_dtype_is_unchanged(way, backend, dtype, build, serve):
     model = model_for(build, way)
     expected, counts = serve(model, way, backend=backend)
     with default_dtype(dtype):
-        found, stats = serve(model, way, backend=backend)
+        actual, stats = serve(model, way, backend=backend)
     assert stats == counts
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_density_under_another_default_dtype_is_the_same(kind, dtype):
+def test_density_with_other_default_dtype_is_unchanged(kind, dtype):
     pattern = make(**KINDS[kind].model_dump())
     q = torch.randn(1, 2, N, 16, dtype=torch.float32)
     expected = LayerPlan([pattern] * 2, 1).build(q, q[:, :1]).density()
     with default_dtype(dtype):
-        found = LayerPlan([pattern] * 2, 1).build(q, q[:, :1]).density()
-    assert found.dtype == torch.float32 and torch.equal(found, expected)
+        actual = LayerPlan([pattern] * 2, 1).build(q, q[:, :1]).density()
+    assert actual.dtype == torch.float32 and torch.equal(actual, expected)
 
 
-def error_of(found: Tensor, expected: Tensor) -> float:
-    """Mean difference of logits, relative to their size."""
-    return float((found.float() - expected).abs().mean() / expected.abs().mean())
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    """Return the mean difference of logits relative to their size."""
+    return float((actual.float() - expected).abs().mean() / expected.abs().mean())
 
 
 @pytest.fixture
 def assert_near(ids) -> Callable[..., None]:
-    """assert_near(model, found, expected): logits under autocast differ from those without by as
-    much as dense attention's do."""
+    """Return assert_near(model, actual, expected).
 
-    def assert_near(model: Any, found: Tensor, expected: Tensor) -> None:
+    The logits' error under autocast must be near the error of dense attention.
+    """
+
+    def assert_near(model: Any, actual: Tensor, expected: Tensor) -> None:
         tokens = ids(N + 6)
         dense = model(tokens).logits
         with torch.autocast("cpu", torch.bfloat16):
-            usual = error_of(model(tokens).logits, dense)
-        assert 0 < error_of(found, expected) < 1.5 * usual
+            dense_error = error_of(model(tokens).logits, dense)
+        assert 0 < error_of(actual, expected) < 1.5 * dense_error
 
     return assert_near
 
 
 @pytest.mark.parametrize("way", [*KINDS, *DENSE])
-def test_prefill_under_autocast_is_served_as_without(way, build, serve, assert_near):
+def test_prefill_under_autocast_matches_no_autocast(way, build, serve, assert_near):
     model = build(num_hidden_layers=1)
     expected, counts = serve(model, way)
     with torch.autocast("cpu", torch.bfloat16):
-        found, stats = serve(model, way)
+        actual, stats = serve(model, way)
     assert stats == counts
-    assert_near(model, found, expected)
+    assert_near(model, actual, expected)
 
 
 @pytest.mark.parametrize("cache", ["transformers", "none"])
 @pytest.mark.parametrize("way", ["a_64_64", *DENSE])
-def test_any_cache_under_autocast_is_served_as_without(way, cache, build, serve, assert_near):
+def test_any_cache_under_autocast_matches_no_autocast(way, cache, build, serve, assert_near):
     model = build(num_hidden_layers=1)
     expected, counts = serve(model, way, cache)
     with torch.autocast("cpu", torch.bfloat16):
-        found, stats = serve(model, way, cache)
+        actual, stats = serve(model, way, cache)
     assert stats == counts
-    assert_near(model, found, expected)
+    assert_near(model, actual, expected)
 
 
 @pytest.mark.parametrize(
     ("way", "offload"),
     [*((way, "never") for way in (*POLICIES, *SECTIONS)), *((way, "packed") for way in SECTIONS)],
 )
-def test_caches_under_autocast_serve_as_without(way, offload, build, serve, assert_near):
+def test_headwise_caches_under_autocast_match_no_autocast(way, offload, build, serve, assert_near):
     model = model_for(build, way)
     for batch in (1, 3):
         expected, counts = serve(model, way, batch=batch, offload=offload)
         with torch.autocast("cpu", torch.bfloat16):
-            found, stats = serve(model, way, batch=batch, offload=offload)
+            actual, stats = serve(model, way, batch=batch, offload=offload)
         assert stats == counts
-        assert_near(model, found, expected)
+        assert_near(model, actual, expected)
 
 
 @pytest.mark.parametrize("offload", ["never", "packed"])
 @pytest.mark.parametrize("way", ["a_64_64", "streaming", "omnikv", "omnikv prefill"])
-def test_a_cache_under_autocast_goes_on_without_it_and_the_other_way_round(
-    way, offload, build, loaded, ids, assert_near
-):
+def test_cache_continues_when_autocast_toggles(way, offload, build, loaded, ids, assert_near):
     model, tokens = model_for(build, way), ids(N + 6)
     parts = (N // 2, N // 2, 1, 2, 1, 2)
 
     def logits(handle: Any, casts: tuple[bool, ...]) -> Tensor:
-        made, past = handle.new_cache(offload=offload), 0
+        kv_cache, past = handle.new_cache(offload=offload), 0
         rows = []
         for size, cast in zip(parts, casts, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=cast):
                 part = tokens[:, past : past + size]
-                rows.append(model(part, past_key_values=made).logits.float())
+                rows.append(model(part, past_key_values=kv_cache).logits.float())
             past += size
         return torch.cat(rows, dim=1)
 
     with loaded(model, way).apply(model) as handle:
         expected = logits(handle, (False,) * 6)
         for first in (True, False):
-            found = logits(handle, (first, not first, first, not first, first, not first))
-            assert_near(model, found, expected)
+            actual = logits(handle, (first, not first, first, not first, first, not first))
+            assert_near(model, actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_cache_under_autocast_holds_its_dtype(dtype, build, loaded, ids):
+def test_cache_under_autocast_keeps_dtype(dtype, build, loaded, ids):
     model = build()
     for way in ("a_64_64", "h2o"):
         with loaded(model, way).apply(model) as handle, torch.autocast("cpu", dtype):
-            made = handle.new_cache()
-            model(ids(N), past_key_values=made)
-            assert {layer.dtype for layer in made.layers} == {dtype}
-            half = handle.cache_bytes(made).device
+            kv_cache = handle.new_cache()
+            model(ids(N), past_key_values=kv_cache)
+            assert {layer.dtype for layer in kv_cache.layers} == {dtype}
+            half = handle.cache_bytes(kv_cache).device
         with loaded(model, way).apply(model) as handle:
-            made = handle.new_cache()
-            model(ids(N), past_key_values=made)
-            assert half < 0.8 * handle.cache_bytes(made).device
+            kv_cache = handle.new_cache()
+            model(ids(N), past_key_values=kv_cache)
+            assert half < 0.8 * handle.cache_bytes(kv_cache).device
 
 
-def test_a_float64_model_under_autocast_stays_float64(build, loaded, ids):
-    """Autocast leaves it alone, too."""
+def test_float64_model_under_autocast_stays_float64(build, loaded, ids):
+    """Autocast ignores float64, too."""
     model = build().double()
     with loaded(model, "a_64_64").apply(model, backend="reference") as handle:
         expected = model(ids(N)).logits
@@ -238,9 +241,7 @@ def test_a_float64_model_under_autocast_stays_float64(build, loaded, ids):
 
 
 @pytest.mark.parametrize("way", ["a_64_64", "h2o", "omnikv"])
-def test_queries_that_a_rotation_widens_are_served_in_the_dtype_of_the_weights(
-    way, build, serve, monkeypatch
-):
+def test_queries_widened_by_rotation_use_weight_dtype(way, build, serve, monkeypatch):
     model = model_for(build, way).to(torch.bfloat16)
     ways = [(way, "never"), (way, "packed")]
     expected = [serve(model, way, offload=offload) for way, offload in ways]
@@ -251,5 +252,5 @@ def test_queries_that_a_rotation_widens_are_served_in_the_dtype_of_the_weights(
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", widened)
     for (way, offload), (logits, counts) in zip(ways, expected, strict=True):
-        found, stats = serve(model, way, offload=offload)
-        assert stats == counts and torch.equal(found, logits)
+        actual, stats = serve(model, way, offload=offload)
+        assert stats == counts and torch.equal(actual, logits)

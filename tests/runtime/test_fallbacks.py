@@ -1,4 +1,4 @@
-"""What cannot be served sparsely is served as before and said once; strict raises instead."""
+"""Unsupported calls run densely and warn once; strict raises instead."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.runtime.tiny import pictured_model
 
 
 def calls(tokens: Tensor) -> dict[str, dict[str, Any]]:
-    """Arguments beside 300 tokens for which there are no patterns."""
+    """Return arguments, besides 300 tokens, that no pattern supports."""
     length = tokens.shape[1]
     real = torch.ones_like(tokens)
     real[:, 60:70] = 0
-    # The first is longer than several windows, so that only its bounds tell it from the second.
+    # The first is longer than several windows, so only its bounds distinguish it from the second.
     positions = [torch.arange(part) for part in (210, 20, length - 230)]
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     flash = collator([{"input_ids": part.tolist()} for part in tokens[0].split((130, 170))])
@@ -56,32 +56,32 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("family", "call", "reason"), CALLS)
-def test_a_call_is_dense_and_said_once_or_raised(
+def test_unsupported_call_is_dense_and_warns_once_or_raises(
     family, call, reason, build, artifact_for, ids, warnings
 ):
     model = pictured_model("Gemma3") if family == "pictured" else build(family)
     tokens = ids(300)
-    given = {"input_ids": tokens} | calls(tokens)[call]
-    expected = model(**given).logits
+    arguments = {"input_ids": tokens} | calls(tokens)[call]
+    expected = model(**arguments).logits
     if call not in ("mask by hand", "position bias"):
         causal = model(input_ids=tokens).logits
         assert (causal - expected).abs().max() > 0.01
     headwise = LoadedArtifact(artifact_for(model))
     with headwise.apply(model, backend="reference") as handle:
         for _ in range(2):
-            torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
+            torch.testing.assert_close(model(**arguments).logits, expected, **CLOSE)
         stats = handle.stats()
         assert stats["sparse"] == 0 and any(reason in name for name in stats["dense"])
         assert len(warnings()) == 1 and reason in warnings()[0]
         model(input_ids=tokens)
         assert handle.stats()["sparse"] == 2
     with headwise.apply(model, strict=True), pytest.raises(HeadwiseError, match=reason[:12]):
-        model(**given)
+        model(**arguments)
     with apply_dense(model):
-        torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
+        torch.testing.assert_close(model(**arguments).logits, expected, **CLOSE)
 
 
-def test_tokens_after_a_padded_prompt_with_images(artifact_for, ids):
+def test_decode_after_padded_prompt_with_images_matches_dense(artifact_for, ids):
     model, prompt, skipped = pictured_model("Gemma3"), ids(300), 40
     short = torch.nn.functional.pad(prompt[:, :-skipped], (skipped, 0))
     types = calls(prompt)["images"]["token_type_ids"]
@@ -94,16 +94,16 @@ def test_tokens_after_a_padded_prompt_with_images(artifact_for, ids):
     tokens = torch.cat([prompt, short])
     expected = model.generate(tokens, **options)
     with LoadedArtifact(artifact_for(model)).apply(model, backend="auto") as handle:
-        found = model.generate(tokens, past_key_values=handle.new_cache(), **options)
-    assert torch.equal(found, expected)
+        actual = model.generate(tokens, past_key_values=handle.new_cache(), **options)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("family", "before"), [("Llama", "sdpa"), ("Gemma3", "eager")])
-def test_attention_weights_are_those_of_eager(family, before, build, apply, ids, warnings):
+def test_attention_weights_match_eager(family, before, build, apply, ids, warnings):
     model, prompt, real = build(family), ids(160, batch=2), real_from(161, 20, 0)
 
     def run():
-        """A prompt and a token after it."""
+        """Run a prompt and one token after it."""
         options = {"output_attentions": True, "past_key_values": DynamicCache(config=model.config)}
         first = model(prompt, attention_mask=real[:, :160], **options)
         return first, model(prompt[:, :1], attention_mask=real, **options)
@@ -112,10 +112,10 @@ def test_attention_weights_are_those_of_eager(family, before, build, apply, ids,
     expected = run()
     model.set_attn_implementation(before)
     with apply(model) as handle:
-        found = run()
+        actual = run()
         assert handle.stats()["sparse"] == 0
         run()
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         assert len(mine.attentions) == model.config.num_hidden_layers
         assert all(map(torch.equal, mine.attentions, theirs.attentions))
         torch.testing.assert_close(mine.logits[1], theirs.logits[1])
@@ -124,21 +124,21 @@ def test_attention_weights_are_those_of_eager(family, before, build, apply, ids,
         model(prompt, output_attentions=True)
 
 
-def test_attention_weights_while_generating(build, apply, ids):
-    """Without padding, and several tokens one after the other."""
+def test_attention_weights_during_generate_match_eager(build, apply, ids):
+    """Generate several tokens without padding."""
     model, prompt = build(attn_implementation="eager"), ids(150)
     options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     options |= {"output_attentions": True}
     expected = model.generate(prompt, **options)
     with apply(model):
-        found = model.generate(prompt, **options)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    for mine, theirs in zip(found.attentions, expected.attentions, strict=True):
+        actual = model.generate(prompt, **options)
+    assert actual.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip(actual.attentions, expected.attentions, strict=True):
         assert len(mine) == 2 and all(map(torch.equal, mine, theirs))
 
 
 @pytest.mark.parametrize(("way", "layers"), [("plain", 2), ("checkpointed", 2), ("compiled", 1)])
-def test_training_is_dense_with_equal_gradients(way, layers, build, apply, ids, warnings, graphs):
+def test_training_is_dense_and_gradients_match(way, layers, build, apply, ids, warnings, graphs):
     model, prompt = build(num_hidden_layers=layers).train(), ids(200)
     if way == "checkpointed":
         model.gradient_checkpointing_enable()
@@ -152,12 +152,12 @@ def test_training_is_dense_with_equal_gradients(way, layers, build, apply, ids, 
     expected = gradients(model)
     forward = torch.compile(model.forward, backend=graphs) if way == "compiled" else model
     with apply(model):
-        found = gradients(forward)
-    torch.testing.assert_close(found, expected)
+        actual = gradients(forward)
+    torch.testing.assert_close(actual, expected)
     assert len(warnings()) == 1 and "gradients" in warnings()[0]
 
 
-def test_training_mode_without_gradients_is_sparse_unless_it_drops_out(build, apply, ids, warnings):
+def test_training_mode_without_gradients_is_sparse_without_dropout(build, apply, ids, warnings):
     model, prompt = build().train(), ids(200)
     with apply(model, strict=True):
         expected = model(prompt).logits
@@ -170,42 +170,40 @@ def test_training_mode_without_gradients_is_sparse_unless_it_drops_out(build, ap
     assert len(warnings()) == 1 and "dropout" in warnings()[0]
 
 
-def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_one(build, apply, ids, monkeypatch):
-    made = []
+def test_sparse_prefill_builds_no_mask(build, apply, ids, monkeypatch):
+    lengths = []
 
-    def counted(**given):
-        made.append(given["q_length"])
-        return sdpa_mask(**given)
+    def counted(**arguments):
+        lengths.append(arguments["q_length"])
+        return sdpa_mask(**arguments)
 
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", counted)
     model, tokens, real = build(), ids(200, batch=2), real_from(200, 50, 0)
     with apply(model, strict=True):
         model(tokens, attention_mask=real)
-        assert made == []
+        assert lengths == []
     with apply(model), torch.enable_grad():
         model(tokens, attention_mask=real)
-        assert made == [200]
+        assert lengths == [200]
 
 
-def test_heads_other_than_planned_are_dense(build, apply, warnings):
+def test_prefill_with_unplanned_heads_is_dense(build, apply, warnings):
     model = build()
     query = torch.randn(1, 2, 200, 64)
     key = torch.randn(1, 1, 200, 64)
     with apply(model) as handle:
         mask = headwise_mask(1, 200, 200, config=model.config)
         attention = model.model.layers[0].self_attn
-        found, _ = headwise_attention(attention, query, key, key, mask)
+        actual, _ = headwise_attention(attention, query, key, key, mask)
         assert handle.stats()["sparse"] == 0
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, key, is_causal=True, enable_gqa=True
     )
-    torch.testing.assert_close(found, expected.transpose(1, 2))
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
     assert len(warnings()) == 1 and "(2, 1)" in warnings()[0] and "(4, 2)" in warnings()[0]
 
 
-def test_a_short_chunk_under_a_mask_made_by_hand_is_short_and_not_warned_of(
-    build, apply, ids, warnings, monkeypatch
-):
+def test_short_chunk_with_custom_mask_does_not_warn(build, apply, ids, warnings, monkeypatch):
     monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 128)
     model = build()
     cache = DynamicCache(config=model.config)

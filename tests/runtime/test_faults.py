@@ -1,5 +1,4 @@
-"""Whatever goes wrong in one request: it fails or is served densely, is said once, and the next one
-is right."""
+"""Faults in one request: it fails or runs densely, warns once, and the next request is correct."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from runtime import apply_dense
 from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
-# Errors of kernels, and the names under which the calls are counted.
+# Kernel errors and the names that count them.
 FAULTS: list[tuple[Exception, str]] = [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "out of memory"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "out of memory"),
@@ -36,7 +35,7 @@ FAULTS: list[tuple[Exception, str]] = [
 
 
 class Failing:
-    """In place of a function: fails in the calls that it is told, by number, and counts."""
+    """Function replacement that counts its calls and fails in the listed ones."""
 
     def __init__(self, function: Callable[..., Any], calls: set[int], error: BaseException) -> None:
         self.function, self.calls, self.error, self.count = function, calls, error, 0
@@ -50,7 +49,7 @@ class Failing:
 
 @pytest.mark.parametrize("where", ["run_by", "build"])
 @pytest.mark.parametrize(("error", "name"), FAULTS, ids=str)
-def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
+def test_kernel_failure_is_dense_for_one_call(
     error, name, where, build, apply, ids, warnings, monkeypatch
 ):
     model, prompt = build(), ids(200)
@@ -73,7 +72,7 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
 
 
 @pytest.mark.parametrize("error", [ValueError("q must be"), AssertionError("bug")], ids=str)
-def test_mistakes_of_ours_are_not_hidden(error, build, apply, ids, monkeypatch):
+def test_programming_errors_are_raised(error, build, apply, ids, monkeypatch):
     model = build()
     monkeypatch.setattr(registry, "run_by", Failing(registry.run_by, {1}, error))
     with apply(model), pytest.raises(type(error)):
@@ -83,7 +82,9 @@ def test_mistakes_of_ours_are_not_hidden(error, build, apply, ids, monkeypatch):
 @pytest.mark.parametrize(
     "broken", [{"CXX": "no-such-compiler"}, {"HEADWISE_CACHE": "/proc/version"}]
 )
-def test_without_compiler_or_folder_all_is_dense(broken, build, apply, ids, warnings, monkeypatch):
+def test_missing_compiler_or_build_folder_is_dense(
+    broken, build, apply, ids, warnings, monkeypatch
+):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     for name, value in broken.items():
@@ -104,24 +105,23 @@ def test_without_compiler_or_folder_all_is_dense(broken, build, apply, ids, warn
         model(prompt)
 
 
-def test_after_a_cancelled_generation_the_next_is_right(build, decoding, ids):
+def test_generate_after_cancelled_generation_is_correct(build, decoding, ids):
     model, prompt, other = build(**LAYERS), ids(150), ids(150, seed=3)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     forward = model.model.layers[3].self_attn.forward
     with decoding(model).apply(model) as handle:
         expected = model.generate(prompt, past_key_values=handle.new_cache(), **options)
-        # In the third step, between a filter layer and those that it serves.
+        # Interrupt the third step, between a filter layer and the layers it serves.
         model.model.layers[3].self_attn.forward = Failing(forward, {4}, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             model.generate(other, past_key_values=handle.new_cache(), **options)
         model.model.layers[3].self_attn.forward = forward
-        found = model.generate(prompt, past_key_values=handle.new_cache(), **options)
-    assert torch.equal(found, expected)
+        actual = model.generate(prompt, past_key_values=handle.new_cache(), **options)
+    assert torch.equal(actual, expected)
 
 
-def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids, monkeypatch):
-    """A request of the same length before it chose tokens; the layers served must not take
-    those."""
+def test_filter_layer_failure_keeps_no_selection(build, decoding, ids, monkeypatch):
+    """Layers must not use the selection of an earlier request with the same length."""
     from runtime.omnikv import decode
 
     model, prompt, other = build(**LAYERS), ids(150), ids(150, seed=3)
@@ -131,19 +131,17 @@ def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids,
         steps(model, other, ids(1, seed=9), handle.new_cache())
         cache = handle.new_cache()
         model(prompt, past_key_values=cache, use_cache=True)
-        # The layers 0, 1 and 2 attend to everything; 2 and 4 filter.
+        # Layers 0, 1 and 2 attend to all tokens; 2 and 4 filter.
         failing = Failing(decode.decode_attention, {3, 4}, RuntimeError("CUDA error"))
         monkeypatch.setattr("runtime.omnikv.decode.decode_attention", failing)
-        found = model(ids(1, seed=9), past_key_values=cache, use_cache=True).logits
+        actual = model(ids(1, seed=9), past_key_values=cache, use_cache=True).logits
         dense = handle.stats()["dense"]
-    torch.testing.assert_close(found, expected[:, -1:], **CLOSE)
+    torch.testing.assert_close(actual, expected[:, -1:], **CLOSE)
     assert dense["a kernel failed with RuntimeError"] == 2
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_cache_layers_of_unlike_lengths_are_served_as_without_us(
-    layer, build, apply, ids, warnings
-):
+def test_cache_layers_of_unequal_lengths_match_plain_model(layer, build, apply, ids, warnings):
     model, prompt = build(), ids(200)
 
     def broken():
@@ -170,8 +168,10 @@ def test_cache_layers_of_unlike_lengths_are_served_as_without_us(
 
 @pytest.fixture
 def unbuilt(monkeypatch):
-    """The fastest backend, here in place of a GPU's, fails as a Triton build does: at its first
-    launch, not before. The reference, which is slower than dense attention, must not be asked."""
+    """Make the fastest backend fail at its first launch, as a Triton build does.
+
+    The reference, which is slower than dense attention, must not run.
+    """
     monkeypatch.setattr(registry, "_failed", {})
     registry.log_once.cache_clear()
     tried: list[int] = []
@@ -192,26 +192,26 @@ def unbuilt(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
-def test_a_forward_asks_a_kernel_once_and_each_step_of_a_layer_once(
+def test_failing_kernel_is_called_once_per_forward_and_step(
     backend, build, apply, ids, monkeypatch
 ):
-    """The first layer of a prefill decides for all of the forward."""
+    """The first layer of a prefill decides for the whole forward pass."""
     model, prompt, cache = build(), ids(300), DynamicCache()
-    asked: list[str] = []
+    calls: list[str] = []
     for op, module in (("attention", cpu), ("decode", decode_cpu)):
         supports = module.supports
         monkeypatch.setattr(
-            module, "supports", lambda call, op=op, ask=supports: asked.append(op) or ask(call)
+            module, "supports", lambda call, op=op, ask=supports: calls.append(op) or ask(call)
         )
     with apply(model, backend=backend) as handle:
         model(prompt, past_key_values=cache)
-        assert handle.stats()["sparse"] == 2 and asked == ["attention"]
+        assert handle.stats()["sparse"] == 2 and calls == ["attention"]
         model(ids(1), past_key_values=cache)
         assert handle.stats()["dense"] == {"decode by kernel": 2}
-    assert asked == ["attention", "decode", "decode"]
+    assert calls == ["attention", "decode", "decode"]
 
 
-def test_a_kernel_that_does_not_build_is_tried_once(unbuilt, build, apply, ids, warnings):
+def test_kernel_build_failure_is_tried_once(unbuilt, build, apply, ids, warnings):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     with apply(model, backend="auto") as handle:
@@ -228,7 +228,7 @@ def test_a_kernel_that_does_not_build_is_tried_once(unbuilt, build, apply, ids, 
                 model(prompt)
 
 
-def test_dense_by_a_kernel_that_does_not_build_is_the_model_s_own(unbuilt, build, ids):
+def test_dense_kernel_build_failure_uses_model_attention(unbuilt, build, ids):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     with apply_dense(model):
@@ -236,11 +236,11 @@ def test_dense_by_a_kernel_that_does_not_build_is_the_model_s_own(unbuilt, build
     assert unbuilt
 
 
-def test_a_chunk_by_chosen_tokens_is_dense_where_nothing_builds(unbuilt, build, decoding, ids):
+def test_chunk_by_selected_tokens_is_dense_if_no_kernel_builds(unbuilt, build, decoding, ids):
     model, tokens = build(**LAYERS), ids(300)
     expected = model(tokens).logits
     with decoding(model, prefill_ratio=0.5).apply(model) as handle:
-        found = fed(model, tokens, (170, 130), handle.new_cache())
+        actual = fed(model, tokens, (170, 130), handle.new_cache())
         assert handle.stats()["sparse"] == 0
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
     assert unbuilt

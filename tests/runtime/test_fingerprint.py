@@ -1,4 +1,4 @@
-"""A fingerprint knows a model again in any dtype and tells another one."""
+"""Fingerprints identify a model in any dtype and distinguish other models."""
 
 import re
 
@@ -13,7 +13,7 @@ from runtime.fingerprint import compare, fingerprint, weights_sha256
 from runtime.lazy import LazyTensor
 
 
-def test_fields(build):
+def test_fingerprint_fields(build):
     info = fingerprint(build(), name="tiny", revision="r1")
     assert (info.name, info.revision, info.architecture) == ("tiny", "r1", "LlamaForCausalLM")
     assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim) == (2, 4, 2, 64)
@@ -24,7 +24,7 @@ def test_fields(build):
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-def test_one_checkpoint_in_any_dtype_and_folder(stored, build, tmp_path):
+def test_fingerprint_ignores_dtype_and_folder(stored, build, tmp_path):
     model = build()
     model.model.layers[0].self_attn.q_proj.weight.data *= 1e-3
     model.to(stored).save_pretrained(tmp_path)
@@ -38,7 +38,7 @@ def test_one_checkpoint_in_any_dtype_and_folder(stored, build, tmp_path):
     compare(fingerprint(build(), name="a"), fingerprint(build(**changes), name="b", revision="r"))
 
 
-def test_every_parameter_counts_and_no_layout_in_memory(build):
+def test_fingerprint_covers_every_parameter_and_ignores_layout(build):
     model = build()
     hashes = [weights_sha256(model)]
     for name in ("lm_head", "model.norm", "model.layers.1.mlp.down_proj"):
@@ -51,21 +51,21 @@ def test_every_parameter_counts_and_no_layout_in_memory(build):
     assert not weight.is_contiguous() and weights_sha256(model) == hashes[-1]
 
 
-def test_tied_weights_count_once(build):
+def test_fingerprint_counts_tied_weights_once(build):
     tied = build(tie_word_embeddings=True)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert weights_sha256(tied) == weights_sha256(build(tie_word_embeddings=True))
     assert weights_sha256(tied) != weights_sha256(build())
 
 
-def test_weights_that_are_not_there_are_refused(build):
+def test_fingerprint_rejects_meta_weights(build):
     model = build().to("meta")
-    told = r"got lm_head\.weight on the meta device: use check_weights=False"
-    with pytest.raises(HeadwiseError, match=told):
+    message = r"got lm_head\.weight on the meta device: use check_weights=False"
+    with pytest.raises(HeadwiseError, match=message):
         weights_sha256(model)
 
 
-def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for, warnings):
+def test_apply_unset_fingerprint_warns_or_raises_if_strict(build, artifact_for, warnings):
     model = build()
     artifact = artifact_for(model)
     unknown = artifact.model_copy(
@@ -76,12 +76,12 @@ def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for
     with LoadedArtifact(artifact).apply(model, check_fingerprint=True):
         assert warnings() == []
     with LoadedArtifact(unknown).apply(model):
-        (said,) = warnings()
-    assert "has no fingerprint (weights_sha256 open): any model of its shape passes" in said
+        (message,) = warnings()
+    assert "has no fingerprint (weights_sha256 open): any model of its shape passes" in message
 
 
 class Wrapped(nn.Module):
-    """A layer with another one inside, as PEFT's tuners and its modules to save have it."""
+    """Layer that wraps another, like PEFT's tuners and its modules to save."""
 
     def __init__(self, inner: nn.Module, name: str) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ def saved(model):
 
 
 class Stored(LazyTensor):
-    """Codes and a scale that read as a weight, as torchao's tensors do."""
+    """Tensor of codes and a scale that reads as a weight, like torchao's tensors."""
 
     @classmethod
-    def made(cls, codes, scale):
+    def make(cls, codes, scale):
         tensor = cls.of(codes.shape, torch.float32, codes.device)
         tensor.codes, tensor.scale = codes, scale
         return tensor
@@ -118,15 +118,15 @@ class Stored(LazyTensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
-            return cls.made(args[0].codes, args[0].scale)
+            return cls.make(args[0].codes, args[0].scale)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def stored(model):
-    """The model, one layer of which is a tensor of another library's type."""
+    """Return the model with one weight of another library's tensor type."""
     attention = model.model.layers[0].self_attn
     codes = (attention.q_proj.weight.detach() * 16).to(torch.int8)
-    attention.q_proj.weight = nn.Parameter(Stored.made(codes, 1 / 16), requires_grad=False)
+    attention.q_proj.weight = nn.Parameter(Stored.make(codes, 1 / 16), requires_grad=False)
     return model
 
 
@@ -137,7 +137,7 @@ def fp8(model):
     return model
 
 
-def said(model):
+def quantized(model):
     model.config.quantization_config = {"quant_method": "awq"}
     return model
 
@@ -149,27 +149,27 @@ def said(model):
         (saved, "an adapter around model.norm.original_module.weight"),
         (stored, "model.layers.0.self_attn.q_proj.weight of type Stored"),
         (fp8, "model.layers.0.self_attn.q_proj.weight of torch.float8_e4m3fn"),
-        (said, "quantized weights (awq)"),
+        (quantized, "quantized weights (awq)"),
     ],
 )
-def test_weights_that_are_not_plain_are_not_compared(changed, why, build, artifact_for, warnings):
+def test_apply_rejects_weights_without_fingerprint(changed, why, build, artifact_for, warnings):
     headwise, model = LoadedArtifact(artifact_for(build())), changed(build())
-    told = f"plain floating-point weights, got {re.escape(why)}: use check_weights=False"
-    with pytest.raises(HeadwiseError, match=f"{told}.*other weights of the same") as error:
+    message = f"plain floating-point weights, got {re.escape(why)}: use check_weights=False"
+    with pytest.raises(HeadwiseError, match=f"{message}.*other weights of the same") as error:
         headwise.apply(model)
     assert "\n" not in str(error.value)
     with headwise.apply(model, check_weights=False):
         pass
     with pytest.raises(HeadwiseError, match="for another model: num_layers"):
         headwise.apply(changed(build(num_hidden_layers=3)), check_weights=False)
-    # A search of such a model records none.
+    # A search of such a model records no fingerprint.
     assert warnings() == []
     assert fingerprint(model, name="x").weights_sha256 is None
     assert len(warnings()) == 1 and "the weights get no fingerprint: " in warnings()[0]
 
 
 @pytest.mark.parametrize("changed", [adapted, stored])
-def test_adapters_and_tensors_of_other_types_are_served(changed, build, artifact_for, masked, ids):
+def test_apply_serves_adapters_and_tensor_subclasses(changed, build, artifact_for, masked, ids):
     artifact, model, prompt = artifact_for(build()), changed(build()), ids(200)
     with torch.no_grad(), masked(model):
         expected = model(prompt).logits

@@ -1,5 +1,5 @@
-"""What only a GPU can show: streams that wait for each other, pinned memory, the allocator's bytes,
-and policies that give there what they give on the CPU."""
+"""GPU checks: stream synchronization, pinned memory, allocator bytes, and agreement with the
+CPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
-# About 10 ms: far more than a step of these models takes.
+# About 10 ms, much longer than a step of these models.
 LONG = 20_000_000
 
 
 class SlowCopyEngine(CopyEngine):
-    """Every copy is late on its stream, so that whatever does not wait for it goes wrong."""
+    """Copy engine with delayed copies: a read without a wait returns wrong values."""
 
     def write(self, target, rows) -> None:
         with torch.cuda.stream(self._outward):
@@ -42,7 +42,7 @@ def model(build):
 @pytest.mark.parametrize("engine", [CopyEngine, SlowCopyEngine])
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120)])
-def test_offloading_changes_nothing(lengths, budget, engine, model, decoding, ids, monkeypatch):
+def test_offload_keeps_logits(lengths, budget, engine, model, decoding, ids, monkeypatch):
     monkeypatch.setattr("runtime.omnikv.bank.CopyEngine", engine)
     width = max(lengths)
     real = torch.stack([torch.arange(width) >= width - n for n in lengths]).long().to(DEVICE)
@@ -50,14 +50,16 @@ def test_offloading_changes_nothing(lengths, budget, engine, model, decoding, id
     prompt, forced = tokens.split((width, 8), dim=1)
     with decoding(model, budget=budget).apply(model) as handle:
         expected = steps(model, prompt, forced, handle.new_cache(offload="never"), real)
-        found = steps(model, prompt, forced, handle.new_cache(offload="packed"), real)
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual = steps(model, prompt, forced, handle.new_cache(offload="packed"), real)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_turns_crops_and_copies_wait_for_late_rows(inference, model, decoding, ids, monkeypatch):
+def test_offload_turns_crops_and_copies_wait_for_late_rows(
+    inference, model, decoding, ids, monkeypatch
+):
     monkeypatch.setattr("runtime.omnikv.bank.CopyEngine", SlowCopyEngine)
-    text, found = ids(260).to(DEVICE), []
+    text, actual = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):
         for offload in ("never", "packed"):
             cache = handle.new_cache(offload=offload)
@@ -72,11 +74,11 @@ def test_turns_crops_and_copies_wait_for_late_rows(inference, model, decoding, i
             ]
             cache.reorder_cache(torch.zeros(1, dtype=torch.long, device=DEVICE))
             parts.append(steps(model, text[:, 251:252], text[:, 243:246], cache))
-            found.append(torch.cat(parts, dim=1))
-    torch.testing.assert_close(found[1], found[0], **CLOSE)
+            actual.append(torch.cat(parts, dim=1))
+    torch.testing.assert_close(actual[1], actual[0], **CLOSE)
 
 
-def test_auto_is_packed_in_pinned_memory(model, decoding, ids):
+def test_offload_auto_uses_pinned_packed_memory(model, decoding, ids):
     with decoding(model).apply(model) as handle:
         cache = handle.new_cache()
         steps(model, ids(150).to(DEVICE), ids(4, seed=9).to(DEVICE), cache)
@@ -86,7 +88,7 @@ def test_auto_is_packed_in_pinned_memory(model, decoding, ids):
 
 
 @pytest.mark.parametrize("offload", ["never", "packed"])
-def test_bytes_are_those_of_the_allocator(offload, build, decoding):
+def test_cache_bytes_match_cuda_allocator(offload, build, decoding):
     model = build(**LAYERS).to(DEVICE, torch.bfloat16)
     with decoding(model, budget=2048).apply(model, check_weights=False) as handle:
         cache = handle.new_cache(offload=offload)
@@ -101,8 +103,8 @@ def test_bytes_are_those_of_the_allocator(offload, build, decoding):
             position = torch.full_like(token, 60_000 + at)
             model(token, position_ids=position, past_key_values=cache, use_cache=True)
         torch.cuda.synchronize()
-        held, given = handle.cache_bytes(cache), torch.cuda.memory_allocated() - before
-    assert given == pytest.approx(held.device, rel=0.05, abs=2**16)
+        held, allocated = handle.cache_bytes(cache), torch.cuda.memory_allocated() - before
+    assert allocated == pytest.approx(held.device, rel=0.05, abs=2**16)
     assert (held.bank == 0) == (offload == "never")
 
 
@@ -116,18 +118,18 @@ POLICIES = {
 
 @pytest.mark.parametrize("sizes", [(1,), (70, 1), (64, 33, 1)])
 @pytest.mark.parametrize("name", [*POLICIES, "rolling"])
-def test_a_gpu_gives_what_the_cpu_does(name, sizes, build, keeping, ids):
+def test_policies_on_gpu_match_cpu(name, sizes, build, keeping, ids):
     model, tokens = build("Gemma3" if name == "rolling" else "Llama"), ids(140, batch=2)
     headwise = keeping(model, POLICIES.get(name, Full()))
-    found = []
+    actual = []
     for device in ("cpu", DEVICE):
         placed = copy.deepcopy(model).to(device)
         with headwise.apply(placed) as handle:
-            found.append(fed(placed, tokens.to(device), sizes, handle.new_cache()).cpu())
-    torch.testing.assert_close(*found, atol=2e-3, rtol=1e-2)
+            actual.append(fed(placed, tokens.to(device), sizes, handle.new_cache()).cpu())
+    torch.testing.assert_close(*actual, atol=2e-3, rtol=1e-2)
 
 
-def test_heads_apart_hold_what_the_allocator_gave_out(build, keeping, ids):
+def test_cache_bytes_per_head_policies_match_cuda_allocator(build, keeping, ids):
     model, tokens = build(num_key_value_heads=4).to(DEVICE), ids(3000).to(DEVICE)
     rows = [("full", "streaming", "h2o", "snapkv")] * 2
     with keeping(model, POLICIES, rows=rows).apply(model) as handle:

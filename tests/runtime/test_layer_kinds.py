@@ -1,4 +1,4 @@
-"""The kind of each layer is what the model's own mask shows, for every causal architecture."""
+"""The kind of each layer matches the model's own mask, for every causal architecture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runtime.omnikv import CLOSE
 from tests.sampling import sampled
 
 LENGTH = 50
-# Of these there must be a tiny model; older versions of transformers do not have all.
+# Architectures that need a tiny model; older versions of transformers do not have all of them.
 KNOWN = (
     "cohere2",
     "exaone4",
@@ -42,13 +42,13 @@ KNOWN = (
     "qwen3_moe",
     "qwen3_next",
 )
-# Models whose attention does not follow its configuration: Doge makes masks of its own, and Moshi's
-# window is that of its cache alone.
+# Models whose attention does not follow the configuration: Doge builds custom masks, and Moshi's
+# window is only in its cache.
 OTHERWISE = ("doge", "moshi")
 
 
 def seen_masks(model: Any) -> dict[int, torch.Tensor]:
-    """(Q, K) booleans of each layer of a forward, as the model's own code makes them."""
+    """Return each layer's mask (Q, K) from a forward pass of the model's own code."""
     masks = {}
 
     def attention(module, q, k, v, attention_mask=None, **kwargs):
@@ -72,7 +72,7 @@ def seen_masks(model: Any) -> dict[int, torch.Tensor]:
     "model_type", sampled(architectures(), *(name for name in KNOWN if name in architectures()))
 )
 @pytest.mark.filterwarnings("ignore")
-def test_layer_kind_is_what_the_mask_of_the_model_shows(model_type):
+def test_layer_kind_matches_model_mask(model_type):
     if model_type in OTHERWISE:
         pytest.skip("the masks do not follow the configuration")
     try:
@@ -94,7 +94,7 @@ def test_layer_kind_is_what_the_mask_of_the_model_shows(model_type):
             assert window_of(module) in (WINDOW, WINDOW + 1)
             assert torch.equal(masks[layer], causal.triu(1 - window_of(module))), layer
         types = getattr(module.config, "layer_types", None)
-        # Layers of other inputs are not called, and those that choose keys have a causal mask.
+        # Layers of other inputs are not called; layers that select keys have a causal mask.
         chooses = types is not None and types[layer] == "indexed_attention"
         if kind == "other" and layer in masks and not chooses:
             assert not torch.equal(masks[layer], causal), layer
@@ -188,7 +188,7 @@ def decode(*filters: int, dense: tuple[int, ...] = ()) -> dict[str, Any]:
         ),
     ],
 )
-def test_apply_refuses_a_section_that_names_a_layer_of_another_kind(
+def test_apply_rejects_section_for_layer_of_other_kind(
     family, sizes, rows, section, fault, build, artifact_for
 ):
     model = build(family, **sizes)
@@ -199,19 +199,17 @@ def test_apply_refuses_a_section_that_names_a_layer_of_another_kind(
 
 
 @pytest.mark.parametrize("family", ["Llama4", "Exaone4", "Qwen3Next"])
-def test_apply_serves_the_full_layer_behind_one_of_another_kind(
-    family, build, artifact_for, masked, ids
-):
+def test_apply_serves_full_layer_after_other_kind(family, build, artifact_for, masked, ids):
     model, tokens = build(family), ids(203)
     expected = model(tokens).logits
     dense = artifact_for(model, rows=[None, None])
     for section in (kv_cache(None, "f"), decode(1)):
         with LoadedArtifact(dense.model_copy(update=section)).apply(model) as handle:
             past = handle.new_cache()
-            found = model(tokens[:, :200], past_key_values=past).logits
-            torch.testing.assert_close(found, expected[:, :200], **CLOSE)
-            found = model(tokens[:, 200:], past_key_values=past).logits
-            torch.testing.assert_close(found, expected[:, 200:], **CLOSE)
+            actual = model(tokens[:, :200], past_key_values=past).logits
+            torch.testing.assert_close(actual, expected[:, :200], **CLOSE)
+            actual = model(tokens[:, 200:], past_key_values=past).logits
+            torch.testing.assert_close(actual, expected[:, 200:], **CLOSE)
     with masked(model):
         expected = model(tokens).logits
     with LoadedArtifact(artifact_for(model)).apply(

@@ -1,5 +1,4 @@
-"""From an artifact's file to the patterns that are built: a point of its front, every kind, arrays
-from the sidecar."""
+"""From an artifact's file to built patterns: front points, every kind, arrays of the sidecar."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ def rows(model: Any, name: str) -> tuple[tuple[str, ...], ...]:
 
 @pytest.fixture
 def saved(build, artifact_for, tmp_path):
-    """A model, and the file of an artifact whose own rows are the middle point of its front."""
+    """Return a model and an artifact file whose rows are the middle point of its front."""
     model = build()
     artifact = artifact_for(model)
-    kept = {name: artifact.patterns[name] for name in (FAST, MIDDLE, EXACT)}
+    patterns = {name: artifact.patterns[name] for name in (FAST, MIDDLE, EXACT)}
     figures = [
         (FAST, 1.0, 8.0, 0.3, 0.7),
         (MIDDLE, 2.0, 4.0, 0.2, 0.95),
@@ -40,10 +39,10 @@ def saved(build, artifact_for, tmp_path):
     front = Front(length=200, unit="flops", dense_cost=8.0, measured_on="held_out", points=points)
     cost = artifacts.SearchCost(unit="flops", device="any")
     prefill = artifact.prefill.model_copy(update={"layers": rows(model, MIDDLE), "front": front})
-    search = search_info(prefill.layers, kept).model_copy(update={"cost": cost})
-    changes = {"patterns": kept, "search": search, "prefill": prefill}
-    beside = artifacts.front_arrays(kept, [rows(model, name) for name, *_ in figures])
-    artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml", beside)
+    search = search_info(prefill.layers, patterns).model_copy(update={"cost": cost})
+    changes = {"patterns": patterns, "search": search, "prefill": prefill}
+    arrays = artifacts.front_arrays(patterns, [rows(model, name) for name, *_ in figures])
+    artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml", arrays)
     return model, tmp_path / "cfg.yaml"
 
 
@@ -61,7 +60,7 @@ def saved(build, artifact_for, tmp_path):
         ("recall=0.9", MIDDLE),
     ],
 )
-def test_load_with_a_point_has_its_rows(saved, point, name):
+def test_load_with_point_uses_its_rows(saved, point, name):
     model, path = saved
     headwise = load(path, point=point)
     assert headwise.artifact.prefill.layers == rows(model, name)
@@ -84,28 +83,28 @@ def test_load_with_a_point_has_its_rows(saved, point, name):
         ("kl=\n0", ["meets kl=0:"]),
     ],
 )
-def test_load_refuses_a_point_in_one_line(saved, point, values):
+def test_load_rejects_point_in_one_line(saved, point, values):
     with pytest.raises(HeadwiseError) as caught:
         load(saved[1], point=point)
     text = str(caught.value)
     assert text.isprintable() and all(value in text for value in values)
 
 
-def test_a_handle_says_its_model_its_artifact_and_its_sparse_layers(build, artifact_for, tmp_path):
+def test_handle_repr_names_model_artifact_and_sparse_layers(build, artifact_for, tmp_path):
     model = build(num_hidden_layers=4)
     rows = [["a_64_64"] * 3 + ["dense"], ["dense"] * 4, None, ["bs_2"] * 4]
     saved = artifacts.save(artifact_for(model, rows=rows), tmp_path / "cfg.yaml")
     model.name_or_path = "a/model"
     with load(tmp_path / "cfg.yaml").apply(model) as handle:
-        said = repr(handle)
-    assert "LlamaForCausalLM a/model" in said and "2 of 4 layers" in said
-    assert saved.content_sha256[:12] in said
+        text = repr(handle)
+    assert "LlamaForCausalLM a/model" in text and "2 of 4 layers" in text
+    assert saved.content_sha256[:12] in text
     assert repr(handle) == "<Handle: undone>"
     with apply_dense(model) as handle:
         assert "no artifact" in repr(handle) and "0 of 4 layers" in repr(handle)
 
 
-def test_no_front_to_choose_from(build, artifact_for, tmp_path):
+def test_load_rejects_point_without_front(build, artifact_for, tmp_path):
     artifacts.save(artifact_for(build()), tmp_path / "cfg.yaml")
     why = r"cfg\.yaml: point 'kl=0\.1': the artifact has no front to choose from"
     with pytest.raises(HeadwiseError, match=why):
@@ -115,8 +114,8 @@ def test_no_front_to_choose_from(build, artifact_for, tmp_path):
 GOLDEN = Path(__file__).parents[1] / "artifacts" / "golden" / "v1.yaml"
 
 
-def test_every_kind_is_made_as_it_is_written():
-    """Of the golden artifact, which has them all."""
+def test_plan_builds_every_pattern_kind():
+    """Check the golden artifact, which has every kind."""
     artifact = load(GOLDEN).artifact
     plans = make_plans(artifact)
     for layer, row in enumerate(artifact.prefill.layers):

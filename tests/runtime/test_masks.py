@@ -1,5 +1,4 @@
-"""A PrefillMask is the mask that sdpa or eager would have got, and costs nothing until it is
-read."""
+"""A PrefillMask equals the mask of sdpa or eager, and costs nothing until it is read."""
 
 import pytest
 import torch
@@ -27,17 +26,20 @@ from tests.runtime.tiny import DENSE_BELOW
 
 @pytest.fixture(params=["sdpa", "eager"])
 def call(request):
-    """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in for);
-    128 queries of one sequence unless told otherwise."""
+    """Return call(**arguments), which returns the masks of headwise_mask and of the function it
+    replaces.
+
+    The default is 128 queries of one sequence.
+    """
     config = LlamaConfig()
     settings = Settings(dense_below=DENSE_BELOW, model_attention=request.param)
     remember(config, {}, settings)
     other = {"sdpa": sdpa_mask, "eager": eager_mask}[request.param]
 
-    def call(**given):
+    def call(**arguments):
         sizes = {"batch_size": 1, "q_length": 128, "kv_length": 128}
-        given = {"dtype": torch.float32, "config": config} | sizes | given
-        return headwise_mask(**given), other(**given)
+        arguments = {"dtype": torch.float32, "config": config} | sizes | arguments
+        return headwise_mask(**arguments), other(**arguments)
 
     yield call
     forget(settings, [])
@@ -52,7 +54,7 @@ def padding(ranges, length):
 
 
 @pytest.mark.parametrize(("q_offset", "slots"), [(0, 40), (torch.tensor(72), 0)], ids=str)
-def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
+def test_prefill_mask_read_as_tensor_equals_full_mask(q_offset, slots, call):
     length = int(q_offset) + 128
     real = padding([(0, length), (30, length), (0, 50), (0, 0)], length)
     mask, expected = call(
@@ -71,11 +73,11 @@ def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
     assert type(mask.to(torch.float16)) is torch.Tensor
 
 
-def test_first_keys_are_known_where_every_sequence_reaches_the_last(call):
+def test_starts_of_padded_mask_needs_sequences_to_reach_last_key(call):
     def starts(*ranges):
         mask, _ = call(batch_size=2, attention_mask=padding(ranges, 128))
-        known, firsts = starts_of(mask)
-        return known, firsts if firsts is None else firsts.tolist()
+        is_known, firsts = starts_of(mask)
+        return is_known, firsts if firsts is None else firsts.tolist()
 
     assert starts_of(None) == (True, None)
     assert starts((0, 128), (0, 128)) == (True, None)
@@ -86,10 +88,10 @@ def test_first_keys_are_known_where_every_sequence_reaches_the_last(call):
 
 
 @pytest.mark.parametrize("gone", [0, 50])
-def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
-    """`gone` tokens have left the cache; sequences are counted from what is left."""
+def test_prefill_mask_of_sliding_layer_equals_full_mask(gone, call):
+    """`gone` tokens have left the cache; positions count from the remaining tokens."""
     real = padding([(0, gone + 128), (30, gone + 128), (0, 100)], gone + 128)
-    # A hole among tokens that are gone is none.
+    # A hole among tokens that left the cache does not count.
     real[0, :gone][9:10] = False
     rule = {"mask_function": WINDOW, "local_size": 16, "attention_mask": real}
     mask, expected = call(batch_size=3, q_length=113, q_offset=gone + 15, kv_offset=gone, **rule)
@@ -99,14 +101,14 @@ def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
     assert torch.equal(mask.for_dense(), expected)
 
 
-def test_without_padding_dense_gets_what_it_got_before(call):
+def test_prefill_mask_without_padding_keeps_dense_mask(call):
     mask, expected = call(batch_size=2)
-    found = mask.for_dense()
-    assert (found is None and expected is None) or torch.equal(found, expected)
+    actual = mask.for_dense()
+    assert (actual is None and expected is None) or torch.equal(actual, expected)
     assert mask.read().shape == (2, 1, 128, 128)
-    # Of another type it is a mask that is made for it.
+    # Another dtype needs a full mask.
     assert type(call()[0].to(torch.float16)) is torch.Tensor
-    # Unless the caller wants a mask.
+    # The caller requires a mask.
     mask, expected = call(allow_is_causal_skip=False)
     assert isinstance(mask, PrefillMask) and torch.equal(mask.for_dense(), expected)
 
@@ -131,14 +133,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_everything_else_is_what_it_was(name, call):
+def test_headwise_mask_keeps_other_masks(name, call):
     mask, expected = call(**OTHERS[name], allow_is_causal_skip=False)
     assert not isinstance(mask, PrefillMask) and torch.equal(mask, expected)
 
 
 @pytest.mark.parametrize("name", ["chunked", "static"])
-def test_headwise_mask_of_the_first_keys_is_never_left_out(name, call):
-    """sdpa would take queries without a mask for the first of the keys, attention for the last."""
+def test_headwise_mask_of_first_keys_is_not_skipped(name, call):
+    """Without a mask, sdpa aligns queries to the first keys, and attention to the last."""
     chunked = {"mask_function": CHUNKED, "local_size": 16} if name == "chunked" else {}
     mask, expected = call(q_length=8, kv_length=12, **chunked)
     true = causal_mask_function(0, 0, torch.arange(8)[:, None], torch.arange(12))
@@ -175,14 +177,14 @@ SLICES = [slice(-1, None), slice(-3, None), slice(2, 4), slice(0, 2), slice(1, N
 
 @pytest.mark.parametrize("queries", SLICES, ids=str)
 @pytest.mark.parametrize("name", CUTS)
-def test_prefill_mask_cut_along_queries_stays_one(name, queries, call):
+def test_prefill_mask_sliced_by_queries_stays_prefill_mask(name, queries, call):
     mask, _ = call(**CUTS[name])
     true = mask.read()
     mask._made.clear()
     cut = mask[:, :, queries]
     assert isinstance(cut, PrefillMask) and not mask._made
     assert torch.equal(cut.read(), true[:, :, queries])
-    # What its context says of the real queries is the mask, too.
+    # The context's real queries match the mask, too.
     rows = torch.zeros(cut.shape, dtype=torch.bool)
     for row, q_start, q_len, k_start, k_len in cut.context.sequences:
         seen = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
@@ -194,15 +196,15 @@ def test_prefill_mask_cut_along_queries_stays_one(name, queries, call):
     if true.is_floating_point():
         expected = expected == 0
     assert real.any() and torch.equal(rows[real], expected[real])
-    known, starts = starts_of(cut)
-    if known:
+    is_known, starts = starts_of(cut)
+    if is_known:
         firsts = torch.zeros(len(cut)) if starts is None else starts
         last = torch.arange(cut.shape[3]) >= firsts[:, None]
         assert torch.equal(expected[:, 0, -1], last)
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_prefill_mask_sliced_whole_stays_the_same(name, call):
+def test_prefill_mask_full_slice_returns_same_mask(name, call):
     mask, _ = call(**CUTS[name])
     for whole in (mask[:, :, -0:], mask[..., : mask.shape[3]], mask[:, :, -999:], mask.detach()):
         assert isinstance(whole, PrefillMask) and whole.context is mask.context
@@ -215,8 +217,8 @@ def test_prefill_mask_sliced_whole_stays_the_same(name, call):
 
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("queries", [slice(None), *SLICES], ids=str)
-def test_prefill_mask_for_dense_attends_as_its_mask(name, queries, call):
-    """None from it is sdpa's: no mask, or causal from the first key."""
+def test_prefill_mask_for_dense_attends_like_full_mask(name, queries, call):
+    """None means sdpa's default: no mask, or causal from the first key."""
     mask = call(**CUTS[name])[0][:, :, queries]
     for_dense, true = mask.for_dense(), mask.read()
     if for_dense is not None:
@@ -231,7 +233,7 @@ def test_prefill_mask_for_dense_attends_as_its_mask(name, queries, call):
 @given(
     st.lists(st.lists(st.booleans(), min_size=130, max_size=130), min_size=1, max_size=3), st.data()
 )
-def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
+def test_ranges_exist_only_without_holes(rows, data):
     config = LlamaConfig()
     remember(config, {}, Settings(dense_below=DENSE_BELOW))
     real = torch.tensor(rows)

@@ -1,4 +1,4 @@
-"""Keys and values in a context bank: what is fetched, where it lies, and how it moves."""
+"""Keys and values in a context bank: fetches, placement, and moves."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ PACKED = {"offload": "packed"}
 
 
 def states(length: int) -> list[tuple[Tensor, Tensor]]:
-    """Random keys (1, 2, length, 8) and values (1, 2, length, 6) of two layers."""
+    """Return random keys (1, 2, length, 8) and values (1, 2, length, 6) of two layers."""
     return [(torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 6)) for _ in range(2)]
 
 
 def attended(
     bank: Bank, past: int, new: list[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor] | None]:
-    """Append to each layer, and what each then attends to."""
-    found = []
+    """Append to each layer and return the keys and values it attends to."""
+    actual = []
     for layer, (k, v) in enumerate(new):
         assert bank.takes(k, v)
         held = bank.attended(bank.append(layer, past, k, v))
-        found.append(None if held is None else held[:2])
-    return found
+        actual.append(None if held is None else held[:2])
+    return actual
 
 
-def same_rows(found: Tensor, expected: Tensor) -> bool:
-    """Whether keys or values (1, G, n, D) are the same rows, whatever their order, the last being
-    the last."""
-    rows = [sorted(x[0].transpose(0, 1).flatten(1).tolist()) for x in (found, expected)]
-    return rows[0] == rows[1] and torch.equal(found[:, :, -1], expected[:, :, -1])
+def same_rows(actual: Tensor, expected: Tensor) -> bool:
+    """Return True if keys or values (1, G, n, D) have the same rows in any order and the same
+    last row."""
+    rows = [sorted(x[0].transpose(0, 1).flatten(1).tolist()) for x in (actual, expected)]
+    return rows[0] == rows[1] and torch.equal(actual[:, :, -1], expected[:, :, -1])
 
 
-def test_only_newly_chosen_rows_are_fetched():
+def test_bank_fetches_only_newly_selected_rows():
     bank, layers = Bank(2, 0), states(60)
     attended(bank, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
-    chosen = [
+    selections = [
         [1, 5, 6, 40, 50],
         [1, 6, 7, 50, 51],
         [1, 6, 7, 50, 52],
         [0, 1, 2, 3, 53],
         [0, 1, 53, 54, PAD],
     ]
-    for past, tokens in enumerate(chosen, 50):
+    for past, tokens in enumerate(selections, 50):
         bank.fetch(torch.tensor([tokens], dtype=torch.int32), past)
         now = slice(past, past + 1)
         wanted = [token for token in tokens if token <= past]
-        found = attended(bank, past, [(k[:, :, now], v[:, :, now]) for k, v in layers])
-        for held, all_of_it in zip(found, layers, strict=True):
+        actual = attended(bank, past, [(k[:, :, now], v[:, :, now]) for k, v in layers])
+        for held, all_of_it in zip(actual, layers, strict=True):
             assert all(
                 same_rows(rows, x[:, :, wanted]) for rows, x in zip(held, all_of_it, strict=True)
             )
     assert bank.copy_engine.fetched == [2 * n for n in (4, 2, 3, 1)]
 
 
-def test_what_replaces_a_cropped_token_is_fetched_anew():
+def test_bank_refetches_token_that_replaces_cropped_one():
     bank, layers, other = Bank(2, 0), states(50), states(3)
     attended(bank, 0, layers)
     bank.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
@@ -80,8 +80,8 @@ def test_what_replaces_a_cropped_token_is_fetched_anew():
         each.crop(50)
         each.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
         for held, old, new in zip(attended(each, 50, states(1)), layers, other, strict=True):
-            for found, before, after in zip(held, old, new, strict=True):
-                assert torch.equal(found[:, :, :2].sum(2), before[:, :, 1] + after[:, :, 1])
+            for actual, before, after in zip(held, old, new, strict=True):
+                assert torch.equal(actual[:, :, :2].sum(2), before[:, :, 1] + after[:, :, 1])
 
 
 @pytest.mark.parametrize(
@@ -96,32 +96,32 @@ def test_what_replaces_a_cropped_token_is_fetched_anew():
         ("uniform", 120, 24, (2, 4), "never"),
     ],
 )
-def test_sequences_are_repeated_selected_and_reordered(
+def test_bank_repeats_selects_and_reorders_sequences(
     selector, length, budget, filters, offload, build, decoding, ids
 ):
-    """With every layer in one bank they were repeated twice, or by rows that are not there."""
-    model, said, sizes = build(**LAYERS), ids(length + 3, batch=2), (length, 1)
+    """A bank of all layers repeated sequences twice, or by rows that do not exist."""
+    model, prompts, sizes = build(**LAYERS), ids(length + 3, batch=2), (length, 1)
     loaded = decoding(model, selector=selector, budget=budget, filter_layers=filters)
     with loaded.apply(model, backend="auto") as handle:
         cache = handle.new_cache(offload=offload)
-        fed(model, said, sizes, cache)
+        fed(model, prompts, sizes, cache)
         for change, argument, rows in (
             (cache.batch_repeat_interleave, 2, [0, 0, 1, 1]),
             (cache.batch_select_indices, torch.tensor([3, 0, 1]), [3, 0, 1]),
             (cache.reorder_cache, torch.tensor([2, 0, 0]), [2, 0, 0]),
         ):
             change(argument)
-            new = ids(5, batch=len(rows), seed=said.shape[1])
-            said = torch.cat([said[rows], new], dim=1)
-            found = fed(model, new, (1,), cache)
-            expected = fed(model, said, sizes, handle.new_cache(offload="never"))
-            torch.testing.assert_close(found, expected[:, -5:], **CLOSE)
-        # After a reset there may be fewer sequences.
+            new = ids(5, batch=len(rows), seed=prompts.shape[1])
+            prompts = torch.cat([prompts[rows], new], dim=1)
+            actual = fed(model, new, (1,), cache)
+            expected = fed(model, prompts, sizes, handle.new_cache(offload="never"))
+            torch.testing.assert_close(actual, expected[:, -5:], **CLOSE)
+        # After a reset a batch may have fewer sequences.
         cache.reset()
-        torch.testing.assert_close(fed(model, said[:2], sizes, cache), expected[:2], **CLOSE)
+        torch.testing.assert_close(fed(model, prompts[:2], sizes, cache), expected[:2], **CLOSE)
 
 
-def test_a_short_context_stays_on_the_device(build, decoding, ids):
+def test_offload_short_context_stays_on_device(build, decoding, ids):
     model = build(**LAYERS)
     with decoding(model, budget=40).apply(model) as handle:
         cache = handle.new_cache(**PACKED)
@@ -131,7 +131,7 @@ def test_a_short_context_stays_on_the_device(build, decoding, ids):
         assert handle.cache_bytes(cache).bank > 0
 
 
-def test_bytes_are_what_was_given_out(build, decoding, ids):
+def test_cache_bytes_equal_allocated_bytes(build, decoding, ids):
     model = build(**LAYERS)
     with decoding(model, selector="uniform").apply(model) as handle:
         held = {}
@@ -141,23 +141,22 @@ def test_bytes_are_what_was_given_out(build, decoding, ids):
             held[offload] = handle.cache_bytes(cache)
         scores, token = 7 * 604 * 4, 2 * 2 * 64 * 4
     assert held["never"].bank == 0
-    # Two layers are dense, two filter, and two are in banks, each with the budget's tokens on the
-    # device.
+    # Two layers are dense, two filter, and two use banks with the budget's tokens on the device.
     assert held["packed"].device == 4 * (600 + 256) * token + 2 * scores + 2 * DECODE.budget * token
     assert 2 * 604 * token <= held["packed"].bank <= 1.2 * 2 * 604 * token
 
 
-def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids):
+def test_offloaded_cache_after_undo_is_read_in_full(build, decoding, ids):
     model, prompt, forced = build(**LAYERS), ids(150), ids(5, seed=9)
     expected = steps(model, prompt, forced)
     loaded = decoding(model)
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
-        found = steps(model, prompt, forced, loaded.new_cache(model, **PACKED))
-        torch.testing.assert_close(found, expected, **CLOSE)
+        actual = steps(model, prompt, forced, loaded.new_cache(model, **PACKED))
+        torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decoding):
+def test_offload_layers_unlike_first_of_group_stay_on_device(build, decoding):
     model = build(**LAYERS)
     cache = decoding(model, filter_layers=(2,)).new_cache(model, **PACKED)
     for layer, dim in ((3, 64), (4, 32), (5, 64)):
@@ -167,8 +166,8 @@ def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decodi
     assert [layer.keys is None for layer in cache.layers[3:]] == [True, False, True]
 
 
-def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding):
-    """Places were counted over all devices: the second device's bank had none for its layers."""
+def test_offload_bank_per_device_has_slot_per_layer(build, decoding):
+    """Slots were counted over all devices, so the second device's bank had none for its layers."""
     model = build(**LAYERS)
     loaded = decoding(model, filter_layers=(2,))
     model.model.layers[4:].to("meta")
@@ -178,7 +177,7 @@ def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding
     assert [(layer.bank.layers, layer.place) for layer in banked] == [(1, 0), (2, 0), (2, 1)]
 
 
-def test_an_unknown_offload_is_refused(build, decoding):
+def test_new_cache_rejects_unknown_offload(build, decoding):
     model = build(**LAYERS)
     with pytest.raises(HeadwiseError, match="one of auto, never, packed, got 'cpu'"):
         decoding(model).new_cache(model, offload="cpu")

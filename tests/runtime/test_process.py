@@ -1,5 +1,4 @@
-"""Serving and its process: what it imports, what it keeps and leaves behind, and requests in many
-threads at once."""
+"""Serving in a process: imports, memory, leftover objects, and requests in several threads."""
 
 from __future__ import annotations
 
@@ -45,13 +44,15 @@ print(*(set(sys.modules) - before))
 
 
 def printed(code: str) -> list[str]:
-    """Words that code prints in a Python of its own, without settings of malloc."""
+    """Return the words that code prints in a separate Python without malloc settings."""
     root = Path(__file__).parents[2]
-    given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=root,
-        env=given | {"PYTHONPATH": str(root)},
+        env=environment | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         check=True,
@@ -59,9 +60,9 @@ def printed(code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_runtime_imports_and_loads_an_artifact_with_the_artifact_s_packages_alone():
+def test_runtime_import_and_load_need_only_artifact_packages():
     packages = {name.partition(".")[0] for name in printed(CODE)}
-    # Cython and the build of Python leave modules of their own.
+    # Cython and Python's build leave extra modules.
     private = {name for name in packages if name.startswith("_") or name == "cython_runtime"}
     assert "runtime" in packages
     assert packages - private - sys.stdlib_module_names <= ALLOWED
@@ -76,18 +77,18 @@ def faults():
         bytearray(64 << 20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 many = faults()
-kept = keep_freed_memory()
+supported = keep_freed_memory()
 faults()
-print(kept, many, faults())
+print(supported, many, faults())
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_what_is_freed_is_used_again():
-    kept, many, few = printed(_FAULTS)
-    if kept == "False":
+def test_keep_freed_memory_reuses_pages():
+    supported, many, few = printed(_FAULTS)
+    if supported == "False":
         pytest.skip("another C library")
-    # Three times 64 MiB in pages of 4 KiB are 49,152.
+    # Three times 64 MiB in 4 KiB pages are 49,152 pages.
     assert int(many) > 40_000
     assert int(few) < int(many) / 20
 
@@ -96,13 +97,13 @@ def test_what_is_freed_is_used_again():
     ("name", "value"),
     [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=100")],
 )
-def test_settings_of_the_user_s_own_stay(name, value, monkeypatch):
+def test_keep_freed_memory_respects_user_settings(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory.__wrapped__()
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, (9 << 20) + 5])
-def test_advice_changes_nothing_but_pages(size):
+def test_huge_page_advice_keeps_values(size):
     tensor = torch.empty(size, dtype=torch.uint8)
     assert in_huge_pages(tensor) is tensor
     tensor.fill_(7)
@@ -110,20 +111,21 @@ def test_advice_changes_nothing_but_pages(size):
 
 
 def held() -> Counter[str]:
-    """What is alive since gc.freeze(), by type: everything that Python's collector knows, and the
-    entries of the runtime's tables."""
+    """Count objects alive since gc.freeze() by type, and the entries of the runtime's tables."""
     gc.collect()
     alive = Counter(type(thing).__qualname__ for thing in gc.get_objects())
     return alive + Counter({"configurations": len(state._configs)})
 
 
 def flat(work: Callable[[], object], times: int) -> None:
-    """Fails if a round of `work` leaves an object behind: of some type there are more, one a round
-    at least, after each of two spans. Whatever else happens in the process, such as a message to a
-    worker of pytest's, comes in one of them."""
+    """Assert that a round of `work` leaves no objects behind.
+
+    A leak adds one object per round, at least, after each of two spans. Other activity in the
+    process, such as a message to a pytest worker, occurs in one span only.
+    """
     for _ in range(times):
         work()
-    # The first look at everything makes entries in caches of Python's own.
+    # The first count fills Python's own caches.
     held()
     counts = [held()]
     for _ in range(2):
@@ -136,7 +138,7 @@ def flat(work: Callable[[], object], times: int) -> None:
 
 @pytest.fixture
 def _few_objects():
-    """The collector looks at what is made from here on, not at all that the process has."""
+    """Freeze existing objects, so the collector counts only new ones."""
     gc.collect()
     gc.freeze()
     yield
@@ -145,7 +147,7 @@ def _few_objects():
 
 @pytest.mark.parametrize("work", ["serve", "generate", "fail", "drop"])
 @pytest.mark.usefixtures("_few_objects")
-def test_nothing_is_left(work, build, artifact_for, decoding, ids):
+def test_serving_leaves_no_objects(work, build, artifact_for, decoding, ids):
     model, filtering, prompt = build(), build(**LAYERS), ids(140)
     plain = LoadedArtifact(artifact_for(model))
     handle = decoding(filtering, prefill_ratio=0.5).apply(filtering)
@@ -178,7 +180,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample"
 
 @pytest.fixture(autouse=True)
 def _in_turns():
-    """Python changes threads as often as it can."""
+    """Switch threads as often as Python can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -190,7 +192,7 @@ def counts(stats: dict[str, Any]) -> dict[str, int]:
     return flat | stats["dense"]
 
 
-def test_two_models_with_two_artifacts_in_two_threads(build, artifact_for, decoding, ids):
+def test_two_threads_serve_two_models_with_two_artifacts(build, artifact_for, decoding, ids):
     plain, choosing = build(), build(seed=1, **LAYERS)
     prompts = [ids(length, seed=length) for length in (200, 90, 150)] * 2
     handles = {
@@ -218,7 +220,7 @@ def test_two_models_with_two_artifacts_in_two_threads(build, artifact_for, decod
     assert before[id(choosing)]["decode"] > 0 and before[id(plain)]["sparse"] > 0
 
 
-def test_one_model_is_applied_and_undone_while_another_serves(build, artifact_for, ids):
+def test_apply_and_undo_while_another_model_serves(build, artifact_for, ids):
     busy, other, prompt = build(), build(seed=1), ids(200)
     headwise, one_at_a_time = LoadedArtifact(artifact_for(other)), Lock()
     with LoadedArtifact(artifact_for(busy)).apply(busy, strict=True) as handle:
@@ -229,7 +231,7 @@ def test_one_model_is_applied_and_undone_while_another_serves(build, artifact_fo
                 return busy(prompt).logits
 
         def change(_):
-            # A model that has an artifact takes no second one.
+            # A second artifact for the model is rejected.
             with one_at_a_time:
                 headwise.apply(other).undo()
 
@@ -240,7 +242,7 @@ def test_one_model_is_applied_and_undone_while_another_serves(build, artifact_fo
         assert handle.stats() == {"sparse": 22, "dense": {}}
 
 
-def test_a_fault_is_said_once_by_all_threads(build, artifact_for, ids, warnings, monkeypatch):
+def test_fault_in_several_threads_warns_once(build, artifact_for, ids, warnings, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("std::bad_alloc")
 
@@ -257,10 +259,10 @@ def test_a_fault_is_said_once_by_all_threads(build, artifact_for, ids, warnings,
     assert warnings() == ["serving densely: out of memory: std::bad_alloc"]
 
 
-def test_a_plan_that_grows_is_made_by_one_thread_at_a_time():
+def test_plan_at_is_thread_safe():
     plan = LayerPlan([make("vertical_slash", vertical=100, slash=100)] * 2, 1, length=256)
     lengths = [64 * (1 + n % 40) for n in range(4000)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(plan.at, lengths))
-    for length, grown in zip(lengths, found, strict=True):
+        actual = list(pool.map(plan.at, lengths))
+    for length, grown in zip(lengths, actual, strict=True):
         assert grown.patterns == plan.at(length).patterns

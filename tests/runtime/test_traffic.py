@@ -1,5 +1,7 @@
-"""What clients do with a model: they generate, and copy, store and move it. Tokens are those of
-plain transformers masked by the same index."""
+"""Client operations: generate, copy, store and move.
+
+Tokens equal those of plain transformers masked by the same index.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_i
 
 
 class Quantized(QuantizedLayer):
-    """Eight bits a number, by the largest of each row: what a quantised cache of transformers
-    is."""
+    """8-bit cache with one scale per row, like a quantized cache of transformers."""
 
     def _quantize(self, tensor, axis):
         largest = tensor.abs().amax(-1, keepdim=True) / 127
@@ -47,7 +48,7 @@ STATIC = {"cache_implementation": "static"}
 CHUNKS = {"prefill_chunk_size": 100}
 BEAMS = {"num_beams": 2, "num_return_sequences": 2}
 SAMPLES = {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7}
-# Options under the artifact, and those of plain transformers that have to give the same tokens.
+# Options with the artifact, and the options of plain transformers that must return the same tokens.
 GENERATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no cache": ({"use_cache": False}, {"use_cache": False}),
     "static": (STATIC, {}),
@@ -70,9 +71,9 @@ GENERATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
     ],
 )
-def test_generate(family, name, build, apply, masked, ids):
+def test_generate_matches_masked_transformers(family, name, build, apply, masked, ids):
     model, prompt = build(family), ids(200)
-    # What was said before may come again, so that something is looked up and something is rejected.
+    # Repeated text makes prompt lookup draft tokens, some of which are rejected.
     prompt = torch.cat([prompt, prompt[:, :40]], 1)
     mine, theirs = GENERATE[name]
 
@@ -86,44 +87,44 @@ def test_generate(family, name, build, apply, masked, ids):
     with masked(model):
         expected = generate(theirs)
     with apply(model, strict=True) as handle:
-        found = generate(mine)
+        actual = generate(mine)
         assert handle.stats()["sparse"] > 0
-    assert found.tolist() == expected.tolist()
+    assert actual.tolist() == expected.tolist()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
-def test_caches_of_transformers_that_offload(kind, build, apply, masked, ids):
+def test_generate_with_offloaded_transformers_cache_matches(kind, build, apply, masked, ids):
     model, prompt = build().to("cuda"), ids(200).to("cuda")
     with masked(model):
         expected = model.generate(prompt, **OPTIONS)
     with apply(model, strict=True) as handle:
-        found = model.generate(prompt, cache_implementation=kind, **OPTIONS)
+        actual = model.generate(prompt, cache_implementation=kind, **OPTIONS)
         assert handle.stats()["sparse"] == 2
-    assert found.tolist() == expected.tolist()
+    assert actual.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(
     ("family", "chunks"), [("Llama", {"prefill_chunk_size": 90}), ("Gemma3", {})], ids=str
 )
-def test_assisted_decoding(family, chunks, build, apply, masked, ids):
+def test_assisted_decoding_matches_greedy(family, chunks, build, apply, masked, ids):
     model, assistant, prompt = build(family), build(family, seed=1), ids(200)
-    given = {"assistant_model": assistant} | chunks
+    kwargs = {"assistant_model": assistant} | chunks
     with masked(model):
         expected = model.generate(prompt, **OPTIONS)
         try:
-            assert model.generate(prompt, **OPTIONS, **given).tolist() == expected.tolist()
+            assert model.generate(prompt, **OPTIONS, **kwargs).tolist() == expected.tolist()
         except RuntimeError as error:
-            # Older ones lose count in the caches of layers that slide.
+            # Older versions lose count in the caches of sliding layers.
             pytest.skip(f"this transformers fails without an artifact: {error}")
-    # The assistant has an artifact of its own.
+    # The assistant has a separate artifact.
     with apply(model, strict=True) as main, apply(assistant, strict=True) as helper:
-        assert model.generate(prompt, **OPTIONS, **given).tolist() == expected.tolist()
+        assert model.generate(prompt, **OPTIONS, **kwargs).tolist() == expected.tolist()
         assert main.stats()["sparse"] > 0 and helper.stats()["sparse"] > 0
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
-def test_a_prefix_is_prefilled_once_and_continued_often(own, build, apply, masked, ids):
+def test_prefix_cache_is_reused_by_many_continuations(own, build, apply, masked, ids):
     model, prefix, suffixes = build(), ids(200), [ids(n, seed=n) for n in (80, 1, 150)]
 
     def continued(cache, suffix):
@@ -147,7 +148,7 @@ def test_a_prefix_is_prefilled_once_and_continued_often(own, build, apply, maske
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
-def test_beams_of_a_padded_batch(own, build, apply, ids):
+def test_beam_search_of_padded_batch_matches(own, build, apply, ids):
     model, prompts = build(), [ids(n, seed=n) for n in (200, 150)]
     tokens = torch.cat([prompts[0], torch.nn.functional.pad(prompts[1], (50, 0))])
     real = (tokens > 0).long()
@@ -159,18 +160,18 @@ def test_beams_of_a_padded_batch(own, build, apply, ids):
     assert together.tolist() == torch.cat(alone).tolist()
 
 
-def test_inference_mode_and_embeddings_in_place_of_tokens(build, apply, masked, ids):
+def test_generate_from_embeddings_in_inference_mode_matches(build, apply, masked, ids):
     model, prompt = build(), ids(200)
     with masked(model):
         expected = model.generate(prompt, **OPTIONS)[:, 200:]
     with torch.enable_grad(), apply(model, strict=True):
         embeddings = model.get_input_embeddings()(prompt)
         with torch.inference_mode():
-            found = model.generate(inputs_embeds=embeddings, **OPTIONS)
-    assert found.tolist() == expected.tolist()
+            actual = model.generate(inputs_embeds=embeddings, **OPTIONS)
+    assert actual.tolist() == expected.tolist()
 
 
-def test_hooks_of_the_user_and_hidden_states_are_what_they_were(build, apply, masked, ids):
+def test_user_hooks_and_hidden_states_are_unchanged(build, apply, masked, ids):
     model, prompt = build(), ids(200)
     attention = model.model.layers[0].self_attn
     seen = []
@@ -187,13 +188,13 @@ def test_hooks_of_the_user_and_hidden_states_are_what_they_were(build, apply, ma
     with masked(model):
         expected = model(prompt, output_hidden_states=True).hidden_states
     with apply(model, strict=True) as handle:
-        found = model(prompt, output_hidden_states=True).hidden_states
+        actual = model(prompt, output_hidden_states=True).hidden_states
         assert handle.stats() == {"sparse": 2, "dense": {}}
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
     torch.testing.assert_close(seen[1], seen[0], **CLOSE)
 
 
-def test_accelerate_hooks_pass_the_mask_on(build, apply, ids):
+def test_accelerate_hooks_forward_mask(build, apply, ids):
     hooks = pytest.importorskip("accelerate.hooks")
     model, tokens, real = build(), ids(200, batch=2), real_from(200, 50, 0)
     with apply(model, strict=True) as handle:
@@ -206,16 +207,16 @@ def test_accelerate_hooks_pass_the_mask_on(build, apply, ids):
 
 @pytest.fixture
 def tokenizer():
-    """One token a word: "t17" is 17; those that end a text are never said."""
+    """Tokenize by word: "t17" is token 17; end tokens are never generated."""
     special = ("<pad>", "<s>", "</s>")
     vocabulary = {name: i for i, name in enumerate((*special, *(f"t{i}" for i in range(3, 97))))}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="t3"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **names)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
 
 
-def test_a_pipeline_over_a_batch_of_unlike_prompts(build, apply, masked, ids, tokenizer):
+def test_pipeline_with_mixed_length_batch_matches(build, apply, masked, ids, tokenizer):
     model, prompts = build(), [ids(n, seed=n) for n in (200, 150, 60)]
     with masked(model):
         tokens = [model.generate(prompt, **OPTIONS)[0, prompt.shape[1] :] for prompt in prompts]
@@ -223,30 +224,30 @@ def test_a_pipeline_over_a_batch_of_unlike_prompts(build, apply, masked, ids, to
     with apply(model, strict=True) as handle:
         generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
         texts = [" ".join(f"t{token}" for token in prompt[0].tolist()) for prompt in prompts]
-        found = generator(texts, batch_size=3, return_full_text=False, **OPTIONS)
+        actual = generator(texts, batch_size=3, return_full_text=False, **OPTIONS)
         assert handle.stats()["sparse"] == 2
-    assert [row[0]["generated_text"].strip() for row in found] == expected
+    assert [row[0]["generated_text"].strip() for row in actual] == expected
 
 
-def test_text_is_streamed_from_a_thread(build, apply, masked, ids, tokenizer):
+def test_streamer_in_thread_yields_text(build, apply, masked, ids, tokenizer):
     model, prompt = build(), ids(200)
     with masked(model):
         expected = tokenizer.decode(model.generate(prompt, **OPTIONS)[0, 200:])
     with apply(model, strict=True) as handle:
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
         cache = handle.new_cache()
-        given = {"input_ids": prompt, "streamer": streamer, "past_key_values": cache, **OPTIONS}
-        thread = threading.Thread(target=model.generate, kwargs=given)
+        kwargs = {"input_ids": prompt, "streamer": streamer, "past_key_values": cache, **OPTIONS}
+        thread = threading.Thread(target=model.generate, kwargs=kwargs)
         thread.start()
         parts = list(streamer)
         thread.join()
     assert "".join(parts) == expected and len(parts) > 3
 
 
-def test_transformers_itself_refuses_continuous_batching(build, apply):
+def test_continuous_batching_is_rejected_by_transformers(build, apply):
     model = build()
     config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)
-    # As the newest and the oldest transformers say it.
+    # The messages of the newest and the oldest transformers.
     refusal = (
         r'headwise is not supported for continuous batching|"paged\|headwise"` is not supported'
     )
@@ -256,7 +257,7 @@ def test_transformers_itself_refuses_continuous_batching(build, apply):
 
 
 @pytest.mark.parametrize(("section", "offload"), [("prefill", "never"), ("decode", "packed")])
-def test_sequences_that_end_leave_the_batch(offload, section, build, apply, decoding, ids):
+def test_batch_continues_after_sequences_end(offload, section, build, apply, decoding, ids):
     model, padding = build(num_hidden_layers=6), (0, 30, 50, 110)
     tokens, real = ids(206, batch=4), real_from(206, *padding)
     applied = decoding(model).apply(model) if section == "decode" else apply(model, strict=True)
@@ -271,9 +272,9 @@ def test_sequences_that_end_leave_the_batch(offload, section, build, apply, deco
             cache.batch_select_indices(torch.tensor([rows.index(row) for row in stay]))
             rows, new = stay, slice(2 * step, 2 * step + 2)
             more, end = tokens[rows, 200:][:, new], 202 + 2 * step
-            found = fed(model, more, (1,), cache, attention_mask=real[rows, :end])
+            actual = fed(model, more, (1,), cache, attention_mask=real[rows, :end])
             expected = torch.stack([alone[row][new] for row in rows])
-            torch.testing.assert_close(found, expected, **CLOSE)
+            torch.testing.assert_close(actual, expected, **CLOSE)
         assert handle.stats()["decode" if section == "decode" else "sparse"] > 0
 
 
@@ -284,7 +285,7 @@ def saved(model, folder):
 
 
 def stored(model, folder):
-    """By torch.save, which loads where Headwise is not."""
+    """Pickle with torch.save, which loads without Headwise."""
     torch.save(model, folder / "model.pt")
     assert b"runtime.attention" not in zipfile.ZipFile(folder / "model.pt").read("model/data.pkl")
     return torch.load(folder / "model.pt", weights_only=False)
@@ -300,7 +301,7 @@ def stored(model, folder):
     ],
     ids=["deepcopy", "pickle", "save_pretrained", "torch.save"],
 )
-def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, ids, tmp_path):
+def test_model_copies_are_dense_until_apply(copied, build, artifact_for, ids, tmp_path):
     model, prompt = build(), ids(200)
     dense = model(prompt).logits
     artifact = artifact_for(model)
@@ -318,16 +319,16 @@ def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, i
         assert handle.stats()["sparse"] == 4
 
 
-def test_moved_to_another_type_and_device(build, apply, masked, ids):
+def test_model_moved_to_other_dtype_and_device_is_served(build, apply, masked, ids):
     model, prompt = build(), ids(200)
     with apply(model, strict=True) as handle:
         single = model(prompt).logits
         model.double()
         with masked(model):
             expected = model(prompt).logits
-        found = model(prompt).logits
-        assert found.dtype == torch.float64
-        torch.testing.assert_close(found.float(), expected.float(), **CLOSE)
+        actual = model(prompt).logits
+        assert actual.dtype == torch.float64
+        torch.testing.assert_close(actual.float(), expected.float(), **CLOSE)
         assert torch.equal(model.float()(prompt).logits, single)
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.to("meta").to_empty(device="cpu").load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Sizes of the tiny random models: architectures that are served, and such as cannot be."""
+"""Sizes of the tiny random models: served architectures, and rejected ones."""
 
 from importlib import import_module
 from typing import Any
@@ -61,8 +61,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 
-# Sizes that are not those of SIZES. model, config: names of classes where they are not the
-# family's.
+# Sizes that differ from SIZES. model, config: class names that differ from the family's.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"head_dim": 64},
     "Llama3": {"model": "Llama", "head_dim": 64, "rope_parameters": LLAMA3},
@@ -103,10 +102,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 64, **HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Lfm2": {"hidden_size": 256, "layer_types": ["conv", "full_attention"]},
     "Qwen3Next": {"head_dim": 64, **SHARED, **LINEAR},
-    # Gated, with heads of 256, as published.
+    # Gated, with heads of size 256, as published.
     "Qwen3_5": {"config": "Qwen3_5TextConfig", "head_dim": 256, **LINEAR},
     "Qwen3_5Moe": {"config": "Qwen3_5MoeTextConfig", "head_dim": 64, **SHARED, **LINEAR},
-    # Layers that see everything have wider heads than those that slide.
+    # Full-attention layers have wider heads than sliding layers.
     "Gemma4": {
         "config": "Gemma4TextConfig",
         "head_dim": 64,
@@ -132,7 +131,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": LATENT | ROUTED,
 }
 
-# Gemma 4 as E2B and E4B: the last layers read the keys and values of others.
+# Gemma 4 E2B and E4B: the last layers read the keys and values of other layers.
 GEMMA4_SHARED = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -142,7 +141,7 @@ GEMMA4_SHARED = {
 }
 
 _OWN = "and never calls transformers' attention interface"
-# What apply refuses, by class: the configuration's sizes, and the cause that it names.
+# Models that apply rejects, by class: the configuration's sizes and the named cause.
 REFUSED: dict[str, dict[str, Any]] = {
     "FalconForCausalLM": {
         "alibi": True,
@@ -186,7 +185,7 @@ VISION: dict[str, Any] = {
     "image_size": 8,
     "patch_size": 4,
 }
-# Sizes of the parts of models with images.
+# Sizes of the parts of image models.
 WITH_IMAGES: dict[str, dict[str, Any]] = {
     "Gemma3": {"vision": VISION, "mm_tokens_per_image": 4},
     "Llava": {
@@ -204,8 +203,8 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
 
 
 def look_at_themselves(model: Any) -> None:
-    """Give every KV head the projection of its first query head: tokens attend to themselves most,
-    and tiles differ."""
+    """Project each KV head like its first query head: tokens attend most to themselves, and
+    tiles differ."""
     for layer in model.model.layers:
         q, k = layer.self_attn.q_proj, layer.self_attn.k_proj
         dim, groups = layer.self_attn.head_dim, k.out_features // layer.self_attn.head_dim
@@ -216,7 +215,7 @@ def look_at_themselves(model: Any) -> None:
                     own.copy_(first.flatten(0, 1))
 
 
-# Served where transformers takes them to the attention interface, from 5.24 on; refused before.
+# Served from transformers 5.24, which uses the attention interface; rejected before.
 SINCE_5_24 = ("GPTJ", "CodeGen")
 for _name in SINCE_5_24:
     _module = import_module(f"transformers.models.{_name.lower()}.modeling_{_name.lower()}")
@@ -230,14 +229,15 @@ for _name in SINCE_5_24:
 
 
 def tiny_model(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
-    """A random causal model in evaluation mode, of a family of FAMILIES or of transformers."""
+    """Return a random causal model in evaluation mode, of a family of FAMILIES or of
+    transformers."""
     sizes = SIZES | FAMILIES.get(family, {}) | changes
     name = sizes.pop("model", family)
     return _sharpened(_model(f"{name}ForCausalLM", f"{name}Config", sizes, seed))
 
 
 def pictured_model(family: str) -> Any:
-    """A random model with images, of a family of WITH_IMAGES."""
+    """Return a random image model of a family of WITH_IMAGES."""
     sizes = dict(WITH_IMAGES[family])
     text = {name: size for name, size in SIZES.items() if not name.endswith("token_id")}
     text |= sizes.pop("text", None) or FAMILIES[family]
@@ -247,20 +247,20 @@ def pictured_model(family: str) -> Any:
 
 
 def refused_model(name: str) -> Any:
-    """A random model of a class of REFUSED."""
+    """Return a random model of a class of REFUSED."""
     sizes = SIZES | {key: value for key, value in REFUSED[name].items() if key != "cause"}
     return _model(name, name.removesuffix("ForCausalLM") + "Config", sizes)
 
 
 def _model(name: str, config: str, sizes: dict[str, Any], seed: int = 0) -> Any:
-    """A model by the names of its class and, unless the sizes have another, its configuration's."""
-    made = getattr(transformers, sizes.pop("config", config))(**sizes)
+    """Return a model by class name and configuration class name; the sizes may name the latter."""
+    configuration = getattr(transformers, sizes.pop("config", config))(**sizes)
     torch.manual_seed(seed)
-    return getattr(transformers, name)(made).eval()
+    return getattr(transformers, name)(configuration).eval()
 
 
 def _sharpened(model: Any) -> Any:
-    # The usual initialisation makes attention nearly uniform: every pattern would give the same
+    # The default initialization makes attention nearly uniform, so all patterns would have the same
     # output.
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

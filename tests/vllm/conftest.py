@@ -1,4 +1,4 @@
-"""A tiny random model on disk, and artifacts for it, for engines of vLLM."""
+"""Tiny random model on disk, and artifacts for it, for vLLM engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATTERNS: dict[str, Any] = {
     "bs": artifacts.BlockSparse(blocks=3),
     "dense": artifacts.Dense(),
 }
-# Of layers 0 to 2: the first is dense, the second chooses, the third reads what it chose.
+# Layer 0 is dense, layer 1 selects tokens, and layer 2 reads the selection.
 DECODE = artifacts.Decode(
     omnikv=artifacts.OmniKV(
         filter_layers=(1,), dense_layers=(0,), selector="last", window=1, budget=48
@@ -37,13 +37,13 @@ ROWS = (("vs", "a", "bs", "vs_8"), None, ("bs", "vs", "a", "dense"))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without vLLM these tests say so, once, in tests/runtime/vllm/test_check.py."""
+    """Skip these tests without vLLM; tests/runtime/vllm/test_check.py reports it once."""
     return True if importlib.util.find_spec("vllm") is None else None
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """The folder of a random Llama of three layers whose attention is far from uniform."""
+    """Return the folder of a random Llama of three layers whose attention is far from uniform."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -59,18 +59,18 @@ def model(tmp_path_factory):
         bos_token_id=1,
         eos_token_id=None,
     )
-    made = LlamaForCausalLM(config)
-    for parameter in made.parameters():
+    tiny = LlamaForCausalLM(config)
+    for parameter in tiny.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)
     folder = tmp_path_factory.mktemp("model")
-    made.save_pretrained(folder)
+    tiny.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def transformers(model):
-    """The same model in transformers."""
+    """Return the same model in transformers."""
     from tests.vllm.engines import Transformers
 
     return Transformers(model)
@@ -78,11 +78,11 @@ def transformers(model):
 
 @pytest.fixture
 def artifact(transformers, tmp_path):
-    """artifact(rows=, **sections) -> the path of an artifact for the tiny model."""
+    """Return artifact(rows=, **sections): the path of an artifact for the tiny model."""
 
     def artifact(rows=ROWS, **sections):
         used = {name for row in rows if row is not None for name in row}
-        made = artifacts.Artifact(
+        contents = artifacts.Artifact(
             model=fingerprint(transformers.model, name="tiny"),
             search=search_info(rows, PATTERNS),
             patterns={name: pattern for name, pattern in PATTERNS.items() if name in used},
@@ -90,21 +90,21 @@ def artifact(transformers, tmp_path):
             **sections,
         )
         path = tmp_path / "cfg.yaml"
-        artifacts.save(made, path)
+        artifacts.save(contents, path)
         return str(path)
 
     return artifact
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     return torch.randint(2, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def kept(*layers: Any, **policies: Any) -> artifacts.KVCache:
-    """A section of these layers: a policy's name, or one for each KV head."""
+def kv_section(*layers: Any, **policies: Any) -> artifacts.KVCache:
+    """Return a kv_cache section: per layer a policy's name, or one for each KV head."""
     names = [name for row in layers for name in ((row,) if isinstance(row, str) else row)]
-    known = POLICIES | policies
+    available = POLICIES | policies
     return artifacts.KVCache(
-        policies={name: known[name] for name in dict.fromkeys(names)}, layers=layers
+        policies={name: available[name] for name in dict.fromkeys(names)}, layers=layers
     )

@@ -1,4 +1,4 @@
-"""Engines of vLLM in this process, and Headwise in transformers cut into the same chunks."""
+"""vLLM engines in this process, and Headwise in transformers with the same chunks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ import torch
 
 from runtime import load
 
-# Before vllm is imported: one process, one thread, a small cache.
+# Set before vllm is imported: one process, one thread, a small cache.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# vLLM would give each process of a CPU a NUMA node of its own.
+# vLLM would bind each CPU process to a separate NUMA node.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# Nothing is fetched and nothing is reported.
+# No downloads and no usage reports.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class Engine:
-    """A vLLM engine that remembers how the scheduler cut each prompt, what was drafted for each
-    step, the pages in use and the requests that run."""
+    """vLLM engine that records its scheduling.
+
+    It records the chunks of each prompt, the drafts of each step, the pages in use and the running
+    requests.
+    """
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -53,25 +56,25 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int = 8, **sampling: Any
     ) -> list[Any]:
-        """The finished requests, greedy, in the order of the prompts."""
+        """Return the finished requests, decoded greedily, in prompt order."""
         from vllm import SamplingParams
 
-        asked = SamplingParams(
+        params = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling
         )
         return list(
             self.llm.generate(
-                [{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False
+                [{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False
             )
         )
 
     def tokens(self, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[list[int]]:
-        """What is generated for each prompt."""
+        """Return the generated tokens of each prompt."""
         return [list(done.outputs[0].token_ids) for done in self.generate(prompts, tokens)]
 
     def cut(self, done: Any) -> tuple[int, list[int]]:
-        """How many tokens of a finished request's prompt were cached, and the lengths of the chunks
-        of the rest."""
+        """Return the number of cached prompt tokens of a finished request, and the lengths of
+        its chunks."""
         (request,) = [
             name
             for name in self.cuts
@@ -87,26 +90,26 @@ class Engine:
 
 @contextmanager
 def engine(model: str, artifact: str | None = None, **settings: Any) -> Iterator[Engine]:
-    """An engine in this process, in fp32, with an artifact or without."""
+    """Run an engine in this process, in fp32, with or without an artifact."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
         "skip_tokenizer_init": True,
         "seed": 0,
     }
-    given |= {
+    options |= {
         "enable_prefix_caching": False,
         "max_num_batched_tokens": 16384,
         "disable_log_stats": True,
     } | settings
     if artifact is not None:
-        given["additional_config"] = {"headwise": artifact}
+        options["additional_config"] = {"headwise": artifact}
     running = None
     try:
-        running = Engine(LLM(model=model, **given))
+        running = Engine(LLM(model=model, **options))
         yield running
     finally:
         if running is not None:
@@ -117,10 +120,10 @@ def engine(model: str, artifact: str | None = None, **settings: Any) -> Iterator
 
 
 class Transformers:
-    """Greedy generation in transformers, by an artifact or densely."""
+    """Greedy generation in transformers, with an artifact or dense."""
 
     def __init__(self, folder: str, model: Any = None) -> None:
-        """The model in a folder, or one that is loaded already."""
+        """Load the model from a folder, or use a loaded one."""
         from transformers import AutoModelForCausalLM
 
         self.model = (
@@ -135,7 +138,7 @@ class Transformers:
         artifact: str | None = None,
         tokens: int = 8,
     ) -> list[int]:
-        """What is generated; `chunks` are the lengths that the prompt is fed in."""
+        """Return the generated tokens; `chunks` are the lengths of the prompt's chunks."""
         with self._applied(artifact):
             cache = self._new_cache() if artifact is None else load(artifact).new_cache(self.model)
             return self._generate(cache, prompt, chunks or [len(prompt)], tokens)
@@ -143,23 +146,23 @@ class Transformers:
     def verified(
         self, prompt: Sequence[int], drafts: Sequence[Sequence[int]], *, artifact: str, tokens: int
     ) -> list[int]:
-        """What is generated where these drafts are verified step by step, with the token before
-        them in one call."""
+        """Return the generated tokens when drafts are verified step by step, in one call with
+        the token before them."""
         with self._applied(artifact):
             cache = self._new_cache()
-            made = self._generate(cache, prompt, [len(prompt)], 1)
+            output = self._generate(cache, prompt, [len(prompt)], 1)
             for drafted in drafts:
                 out = self.model(
-                    torch.tensor([[made[-1], *drafted]]), past_key_values=cache, use_cache=True
+                    torch.tensor([[output[-1], *drafted]]), past_key_values=cache, use_cache=True
                 )
                 best = out.logits[0].argmax(-1).tolist()
                 right = next(
                     (i for i, token in enumerate(drafted) if token != best[i]), len(drafted)
                 )
-                made += best[: right + 1]
+                output += best[: right + 1]
                 if right < len(drafted):
                     cache.crop(cache.get_seq_length() - (len(drafted) - right))
-        return made[:tokens]
+        return output[:tokens]
 
     def continued(
         self,
@@ -171,13 +174,13 @@ class Transformers:
         artifact: str,
         tokens: int = 8,
     ) -> tuple[list[int], list[int]]:
-        """What is generated for a whole prompt, and for another that has `reused` keys and values
-        of it."""
+        """Return the tokens generated for a whole prompt, and for a second that reuses `reused`
+        of its keys and values."""
         with self._applied(artifact):
             cache = self._new_cache()
             whole = self._generate(cache, first, [len(first)], tokens)
             if reused:
-                # Keys of what was generated go, too.
+                # Keys of generated tokens are removed, too.
                 cache.crop(reused)
                 return whole, self._generate(cache, second, chunks, tokens)
             return whole, self._generate(self._new_cache(), second, chunks, tokens)
@@ -206,8 +209,8 @@ class Transformers:
             out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             at += length
         assert at == len(prompt)
-        made = [int(out.logits[0, -1].argmax())]
-        while len(made) < tokens:
-            out = self.model(torch.tensor([made[-1:]]), past_key_values=cache, use_cache=True)
-            made.append(int(out.logits[0, -1].argmax()))
-        return made
+        output = [int(out.logits[0, -1].argmax())]
+        while len(output) < tokens:
+            out = self.model(torch.tensor([output[-1:]]), past_key_values=cache, use_cache=True)
+            output.append(int(out.logits[0, -1].argmax()))
+        return output

@@ -1,4 +1,4 @@
-"""The backend that vLLM gets for a GPU, as far as a machine without one can tell."""
+"""The backend that vLLM selects for a GPU, as far as a machine without one can test it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BACKENDS = "vllm.v1.attention.backends"
 
 @pytest.fixture
 def choose(monkeypatch):
-    """choose(path, **additional) -> the class of CUSTOM on a platform that would have chosen the
+    """Return choose(path, **additional): the CUSTOM class on a platform whose default is the
     class at `path`."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -51,7 +51,7 @@ def choose(monkeypatch):
 @pytest.mark.parametrize(
     "path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"]
 )
-def test_the_parent_is_what_vllm_would_have_chosen(choose, path):
+def test_backend_parent_is_vllm_default(choose, path):
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     parent = resolve_obj_by_qualname(f"{_BACKENDS}.{path}")
@@ -63,18 +63,18 @@ def test_the_parent_is_what_vllm_would_have_chosen(choose, path):
         issubclass(impl, SparseImpl) and issubclass(impl, parent.get_impl_cls()) and not impl.ours
     )
     assert issubclass(builder, SparseBuilder) and issubclass(builder, parent.get_builder_cls())
-    # vLLM turns the class into its path and back.
+    # vLLM converts the class to its path and back.
     assert resolve_obj_by_qualname(".".join(backend.full_cls_name())) is backend
-    # A page holds a tile of the kernels.
+    # A page holds one tile of the kernels.
     sizes = [backend.get_preferred_block_size(size) for size in (16, 32, 64, 128)]
     assert sizes == [64, 64, 64, 128]
-    # Without an artifact all is as the parent wants it.
+    # Without an artifact the parent's settings apply.
     plain = choose(path)
     assert plain.get_impl_cls() is parent.get_impl_cls()
     assert plain.get_preferred_block_size(16) == 16
 
 
-def test_a_parent_whose_cache_is_not_read_is_passed_over(choose, caplog):
+def test_backend_skips_parent_with_unreadable_cache(choose, caplog):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     with caplog.at_level(logging.INFO, logger="vllm.headwise"):
@@ -102,7 +102,7 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose, caplog):
         ("ALWAYS", {"drafts": 16}, "NEVER"),
     ],
 )
-def test_graphs_are_of_what_can_be_replayed(monkeypatch, parents, artifact, ours):
+def test_cuda_graph_support_covers_replayable_steps(monkeypatch, parents, artifact, ours):
     from vllm.v1.attention.backend import AttentionCGSupport
 
     class Parent:
@@ -120,8 +120,8 @@ def test_graphs_are_of_what_can_be_replayed(monkeypatch, parents, artifact, ours
         if has["decode"] is None
         else FilterDecode(OmniKV(**has["decode"]), requests=8, longest=512)
     )
-    kept = SimpleNamespace(kv_cache=has["kv_cache"])
-    at_work.__dict__.update(filter_decode=filter_decode, dense=has["dense"], artifact=kept)
+    contents = SimpleNamespace(kv_cache=has["kv_cache"])
+    at_work.__dict__.update(filter_decode=filter_decode, dense=has["dense"], artifact=contents)
     monkeypatch.setattr(
         "runtime.vllm.builder.engine_of", lambda _: None if artifact is None else at_work
     )

@@ -1,5 +1,4 @@
-"""Caches of 8 bits: tokens out of vLLM against those of a cache in transformers that holds what 8
-bits can."""
+"""8-bit caches: tokens of vLLM against those of a rounded cache in transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from transformers import DynamicCache
 
 import artifacts
 from runtime.vllm import stats
-from tests.vllm.conftest import DENSE_BELOW, ROWS, kept, prompt
+from tests.vllm.conftest import DENSE_BELOW, ROWS, kv_section, prompt
 from tests.vllm.engines import Transformers, engine
 from tests.vllm.test_start import attention
 
@@ -31,8 +30,10 @@ WHOLE = {
 
 
 class EightBits(DynamicCache):
-    """Keys and values rounded to 8 bits, but for those of a prompt that a layer serves by patterns
-    as it comes."""
+    """Cache with keys and values rounded to 8 bits.
+
+    Whole prompts that a layer serves by patterns are not rounded during their prefill.
+    """
 
     def __init__(self, config: Any, stored: torch.dtype, rows: Any) -> None:
         super().__init__(config=config)
@@ -50,19 +51,19 @@ class EightBits(DynamicCache):
             (x / scale).to(self._stored).float() * scale
             for x, scale in zip((k, v), SCALES, strict=True)
         )
-        found = super().update(*held, layer, *args, **kwargs)
-        return (k, v) if whole else found
+        actual = super().update(*held, layer, *args, **kwargs)
+        return (k, v) if whole else actual
 
 
 @pytest.mark.parametrize(
     ("name", "stored", "rows", "policies"),
     [
         ("fp8", torch.float8_e4m3fn, (ROWS[0], ROWS[2], ROWS[0]), None),
-        ("fp8_e5m2", torch.float8_e5m2, ROWS, kept("full", "stream", "snap", **WHOLE)),
+        ("fp8_e5m2", torch.float8_e5m2, ROWS, kv_section("full", "stream", "snap", **WHOLE)),
     ],
     ids=["e4m3", "e5m2, kv_cache"],
 )
-def test_tokens(
+def test_eight_bit_cache_tokens_match_transformers(
     model: str,
     artifact: Any,
     transformers: Transformers,
@@ -83,9 +84,9 @@ def test_tokens(
         assert stats()["prefills"] == {"sparse": 5, "short": 1}
     path = artifact(rows)
     for each, chunks in zip(done, cuts, strict=True):
-        ids, found = each.prompt_token_ids, list(each.outputs[0].token_ids)
+        ids, actual = each.prompt_token_ids, list(each.outputs[0].token_ids)
         with transformers._applied(path):
             cache = EightBits(transformers.model.config, stored, rows)
-            assert found == transformers._generate(cache, ids, chunks, TOKENS), chunks
-        # The cache makes a difference, or agreement would say nothing.
-        assert found != transformers.tokens(ids, chunks, artifact=path, tokens=TOKENS)
+            assert actual == transformers._generate(cache, ids, chunks, TOKENS), chunks
+        # The tokens must differ from those without rounding, or the comparison proves nothing.
+        assert actual != transformers.tokens(ids, chunks, artifact=path, tokens=TOKENS)

@@ -1,4 +1,4 @@
-"""SmolLM2 out of vLLM against SmolLM2 out of transformers, by the same artifact."""
+"""SmolLM2 in vLLM against SmolLM2 in transformers with the same artifact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNKS = WHOLE | {"max_num_batched_tokens": 512, "max_num_seqs": 8}
 
 
 @pytest.mark.model
-def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+def test_smollm2_tokens_match_transformers(tmp_path: Path) -> None:
     loaded = load_model("smollm2", dtype="float32")
     names = ("vs", "a", "bs")
     rows = tuple(
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
             ids = each.prompt_token_ids
             wanted = transformers.tokens(ids, chunks, artifact=path, tokens=TOKENS)
             assert list(each.outputs[0].token_ids) == wanted
-    # Where the artifact makes no difference, agreement says nothing.
+    # If the artifact changed nothing, agreement would prove nothing.
     dense = [transformers.tokens(ids, tokens=TOKENS) for ids in prompts]
     sparse = [transformers.tokens(ids, artifact=path, tokens=TOKENS) for ids in prompts]
     assert dense != sparse

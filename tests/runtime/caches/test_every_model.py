@@ -18,7 +18,7 @@ from tests.runtime.every import MODEL_TYPES, every_model, one_layer
 
 CLOSE: dict[str, Any] = {"atol": 2e-3, "rtol": 1e-3}
 STREAM = Streaming(sinks=4, window=12)
-# Reason why a cache cannot serve a model, by what the message has.
+# Reasons for rejection, by the text of the message.
 CAUSES = {
     "falcon_h1": "LinearAttentionAndFullAttentionLayer in transformers: the kv_cache section",
     "zaya": "LinearAttentionAndFullAttentionLayer in transformers: the kv_cache section",
@@ -29,7 +29,7 @@ CAUSES = {
     "jetmoe": r"layer 0 \(JetMoeAttention\) computes with keys or values between its cache",
     "doge": r"layer 0 \(DogeAttention\) computes with keys or values between its cache",
 }
-# Rotations that differ in what is rotated, and by which embedding.
+# Rotations by rotated part and embedding.
 ROTATIONS = {
     "phi": {"partial_rotary_factor": 0.5},
     "stablelm": {"partial_rotary_factor": 0.25},
@@ -42,13 +42,13 @@ ROTATIONS = {
     "gemma3_text": {},
     "gemma4_text": {},
 }
-# Models whose own cache slides and whose own mask does not: they differ from themselves.
+# Models whose cache slides and whose mask does not: their output depends on the cache.
 UNLIKE_THEMSELVES = {"moshi"}
 exhaustive = pytest.mark.exhaustive
 
 
 def keeping(model: Any, policy: Any) -> LoadedArtifact:
-    """One policy for all layers that see every token."""
+    """Return one policy for all full-attention layers."""
     modules = attention_layers(model)
     free = modules.keys() - sliding_layers(modules)
     count = text_config(model).num_hidden_layers
@@ -65,10 +65,10 @@ def keeping(model: Any, policy: Any) -> LoadedArtifact:
 
 
 def streamed(model: Any, tokens: Tensor, at: int) -> Tensor:
-    """Logits of a token by the definition of STREAM, in a model of one layer.
+    """Return a token's logits by the definition of STREAM, in a model of one layer.
 
-    Keys and values of a token are those that it has alone, so what a token sees can be given as a
-    text by itself, in which positions are those of the cache.
+    A token's keys and values do not depend on other tokens. The visible tokens can therefore run as
+    a separate text, whose positions are those of the cache.
     """
     first = range(min(STREAM.sinks, at + 1))
     last = range(max(STREAM.sinks, at + 1 - STREAM.window), at + 1)
@@ -79,13 +79,13 @@ def assert_streams(model: Any, tokens: Tensor) -> None:
     """Assert that a model of one layer is served by STREAM, or is refused in one line."""
     with keeping(model, STREAM).apply(model) as handle:
         for sizes in ((40, 1), (1,), (30, 5, 1)):
-            found = fed(model, tokens, sizes, handle.new_cache())[0]
+            actual = fed(model, tokens, sizes, handle.new_cache())[0]
             for at in (3, 10, 15, 16, 20, 34, 39, 43):
-                torch.testing.assert_close(found[at], streamed(model, tokens, at), **CLOSE)
+                torch.testing.assert_close(actual[at], streamed(model, tokens, at), **CLOSE)
 
 
 @pytest.mark.parametrize("model_type", sorted(ROTATIONS.keys() & set(MODEL_TYPES)))
-def test_streaming_counts_positions_in_the_cache_by_each_kind_of_rotation(model_type, ids):
+def test_streaming_cache_positions_match_each_rotation(model_type, ids):
     model = one_layer(model_type, **ROTATIONS[model_type])
     assert_streams(model, ids(44))
 
@@ -96,15 +96,15 @@ def test_streaming_counts_positions_in_the_cache_by_each_kind_of_rotation(model_
 def test_streaming_in_bfloat16_is_close_to_float32(model_type, ids):
     model = one_layer(model_type).bfloat16()
     with keeping(model, STREAM).apply(model) as handle:
-        found = fed(model, ids(44), (40, 1), handle.new_cache()).float()
+        actual = fed(model, ids(44), (40, 1), handle.new_cache()).float()
     exact = one_layer(model_type)
     with keeping(exact, STREAM).apply(exact) as handle:
         expected = fed(exact, ids(44), (40, 1), handle.new_cache())
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("model_type", sorted(CAUSES.keys() & set(MODEL_TYPES)))
-def test_a_cache_that_cannot_serve_a_model_is_refused_before_the_first_prompt(model_type):
+def test_new_cache_rejects_unsupported_model_before_prompt(model_type):
     model = every_model(model_type)
     former = model.config._attn_implementation
     with (
@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_serve_a_model_is_refused_before_the_first_prompt(mo
 
 
 def refused(error: HeadwiseError) -> bool:
-    """True if an error is one line that does not blame the caller."""
+    """Return True if an error is one line that does not blame the caller."""
     return "\n" not in str(error) and "apply the artifact" not in str(error)
 
 
@@ -126,13 +126,13 @@ def refused(error: HeadwiseError) -> bool:
 @pytest.mark.parametrize(
     "model_type", [each for each in MODEL_TYPES if each not in UNLIKE_THEMSELVES]
 )
-def test_every_model_is_served_as_without_a_policy_or_refused(model_type, ids):
+def test_full_policy_matches_no_policy_or_is_rejected(model_type, ids):
     model = every_model(model_type)
     tokens = ids(44)
     try:
         expected = fed(model, tokens, (40, 1))
     except Exception as error:
-        # Models that take no cache of transformers, or more than tokens.
+        # Models that accept no transformers cache, or need more than tokens.
         expected = None
         why = error
     for policy in (Full(), Streaming(sinks=4, window=60, positions="original")):
@@ -141,17 +141,17 @@ def test_every_model_is_served_as_without_a_policy_or_refused(model_type, ids):
                 cache = handle.new_cache()
                 if expected is None:
                     pytest.skip(str(why))
-                found = fed(model, tokens, (40, 1), cache)
+                actual = fed(model, tokens, (40, 1), cache)
         except HeadwiseError as error:
             assert refused(error)
             continue
-        torch.testing.assert_close(found, expected, **CLOSE)
+        torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_model_streams_by_positions_in_the_cache_or_is_refused(model_type, ids):
+def test_streaming_cache_positions_match_or_are_rejected(model_type, ids):
     try:
         model = one_layer(model_type)
         fed(model, ids(44), (40, 1))

@@ -1,4 +1,4 @@
-"""The cache layer under policies: patterns of prompts, what it refuses, what can be taken back."""
+"""The cache layer with policies: prompt patterns, refusals, and crops."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from tests.runtime.omnikv import CLOSE
 STREAM = Streaming(sinks=2, window=14)
 
 
-def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, apply, ids):
+def test_long_prompt_is_sparse_if_heads_keep_all_tokens(build, keeping, apply, ids):
     model, tokens = build(num_key_value_heads=4, num_hidden_layers=1), ids(200)
     names = ["vs_70_70", "a_64_64", "bs_2", "a_64_64"]
-    # The prompt is not longer than the stream's window, so that all heads see what the patterns let
-    # them.
+    # The prompt fits in the stream's window, so all heads see all tokens that the patterns allow.
     table = {"full": Full(), "stream": Streaming(sinks=2, window=500)}
     headwise = keeping(model, table, rows=[("full", "stream", "full", "full")], patterns=[names])
     with headwise.apply(model, backend="reference") as handle:
-        found = model(tokens, past_key_values=handle.new_cache()).logits
+        actual = model(tokens, past_key_values=handle.new_cache()).logits
         assert handle.stats() == {"sparse": 1, "kept": 1, "dense": {}}
     expected_rows = [[names[0], "dense", names[2], names[3]]]
     with apply(model, rows=expected_rows, strict=True):
-        torch.testing.assert_close(found, model(tokens).logits, **CLOSE)
+        torch.testing.assert_close(actual, model(tokens).logits, **CLOSE)
 
 
 @pytest.mark.parametrize(
-    ("policy", "sizes", "least", "sparse", "kept"),
+    ("policy", "sizes", "min_length", "sparse", "retained"),
     [
         (Full(), (100, 130, 69, 1), 64, 2, 300),
         # The second chunk is long enough, the third is not.
@@ -41,11 +40,11 @@ def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, app
         (SnapKV(budget=40, window=16), (200,), 64, 1, 40),
     ],
 )
-def test_chunks_are_sparse_where_they_are_without_a_policy(
-    policy, sizes, least, sparse, kept, build, keeping, apply, ids, monkeypatch
+def test_chunks_are_as_sparse_as_without_policy(
+    policy, sizes, min_length, sparse, retained, build, keeping, apply, ids, monkeypatch
 ):
-    """Chunks of 64 to 127 tokens behind a past went by patterns that do not pay for them."""
-    monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", least)
+    """Chunks of 64 to 127 tokens after a past are dense: patterns would be slower."""
+    monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", min_length)
     model, tokens = build(), ids(sum(sizes))
     rows = [["vs_70_70", "a_64_64", "bs_2", "a_64_64"]] * 2
     with apply(model, rows=rows, strict=True) as handle:
@@ -53,44 +52,44 @@ def test_chunks_are_sparse_where_they_are_without_a_policy(
         assert handle.stats()["sparse"] == 2 * sparse
     with keeping(model, policy, patterns=rows).apply(model, backend="reference") as handle:
         cache = handle.new_cache()
-        found = fed(model, tokens, sizes, cache)
+        actual = fed(model, tokens, sizes, cache)
         assert handle.stats() == {"sparse": 2 * sparse, "kept": 2 * len(sizes), "dense": {}}
-        assert [layer.kept for layer in memory_report(cache).layers] == [kept, kept]
+        assert [layer.kept for layer in memory_report(cache).layers] == [retained, retained]
         model(tokens[:, :1], past_key_values=cache)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_the_cache_is_read_by_headwise_only(build, keeping, ids):
+def test_policy_cache_rejects_model_without_artifact(build, keeping, ids):
     model = build()
     cache = keeping(model, STREAM).new_cache(model)
     with pytest.raises(HeadwiseError, match="apply the artifact to the model"):
         model(ids(4), past_key_values=cache)
 
 
-def test_what_kernels_cannot_do_is_refused_and_its_cache_is_no_longer_whole(build, keeping, ids):
+def test_unsupported_call_raises_and_invalidates_cache(build, keeping, ids):
     model, hand_made = build(), torch.ones(1, 1, 4, 4, dtype=torch.bool)
     with keeping(model, STREAM).apply(model) as handle:
-        for asked, why in (
+        for options, why in (
             ({"output_attentions": True}, "attention weights were asked for"),
             ({"attention_mask": hand_made}, "the mask is not causal"),
         ):
             cache = handle.new_cache()
             with pytest.raises(HeadwiseError, match=f"cannot serve this call: {why}"):
-                model(ids(4), past_key_values=cache, **asked)
+                model(ids(4), past_key_values=cache, **options)
             with pytest.raises(HeadwiseError, match="holds tokens that no attention saw"):
                 model(ids(4), past_key_values=cache)
             cache.reset()
             model(ids(4), past_key_values=cache)
 
 
-def test_a_hole_in_the_past_is_refused(build, keeping, ids):
-    """It was ignored: the tokens under it went on being attended to."""
+def test_mask_with_hole_in_past_is_rejected(build, keeping, ids):
+    """If the hole were ignored, queries would attend to masked tokens."""
     model, tokens, more = build(), ids(20, batch=2), ids(1, batch=2, seed=3)
     real = real_from(21, 0, 3)
     with keeping(model, STREAM).apply(model) as handle:
         cache = handle.new_cache()
         fed(model, tokens, (20,), cache, attention_mask=real[:, :20])
-        # More tokens than were taken in, or as many but others.
+        # More tokens than were cached, or the same number of other tokens.
         for moved in ((4, 5), (1, 4), (5, 8)):
             other = real.clone()
             other[1] = 1
@@ -109,7 +108,7 @@ def test_a_hole_in_the_past_is_refused(build, keeping, ids):
         model(third, past_key_values=cache, attention_mask=selected)
 
 
-def test_padding_on_the_right_is_no_hole(build, keeping, ids):
+def test_mask_with_right_padding_is_accepted(build, keeping, ids):
     model, tokens, more = build(), ids(20, batch=2), ids(5, batch=2, seed=3)
     real = torch.ones(2, 25, dtype=torch.long)
     real[0, 12:20] = 0
@@ -121,14 +120,14 @@ def test_padding_on_the_right_is_no_hole(build, keeping, ids):
 
 
 @pytest.mark.parametrize(
-    "made", [lambda config: StaticCache(config=config, max_cache_len=40), DynamicCache]
+    "cache_class", [lambda config: StaticCache(config=config, max_cache_len=40), DynamicCache]
 )
-def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(made, build, keeping, ids, warnings):
+def test_other_cache_warns_that_no_tokens_are_dropped(cache_class, build, keeping, ids, warnings):
     model, tokens = build(), ids(20)
     with keeping(model, STREAM).apply(model):
         model(tokens, use_cache=False)
         assert not warnings()
-        cache = made(config=model.config)
+        cache = cache_class(config=model.config)
         model(tokens, past_key_values=cache)
         model(tokens[:, :1], past_key_values=cache)
     assert warnings() == [
@@ -136,7 +135,7 @@ def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(made, build, keeping, 
     ]
 
 
-def test_rows_are_for_layers_that_see_everything(build, keeping):
+def test_policy_rows_apply_to_full_layers_only(build, keeping):
     model = build("Gemma3")
     with pytest.raises(HeadwiseError, match=r"layers\[0\] must be null: the layer slides"):
         keeping(model, {"full": Full()}, rows=["full"] * 3).apply(model)
@@ -144,25 +143,25 @@ def test_rows_are_for_layers_that_see_everything(build, keeping):
         keeping(model, {"full": Full()}, rows=[None, "full", None]).new_cache(model)
 
 
-def test_a_layer_that_reads_another_s_cache_is_refused(build, keeping, ids, monkeypatch):
+def test_policy_rejects_layer_that_reads_shared_cache(build, keeping, ids, monkeypatch):
     model = build()
     with keeping(model, STREAM).apply(model) as handle:
         cache = handle.new_cache()
         update = type(cache.layers[0]).update
-        given = []
+        updates = []
 
         def shared(layer, *args, **kwargs):
-            # As where the second layer has no keys of its own.
+            # The second layer has no keys.
             if layer is cache.layers[0]:
-                given.append(update(layer, *args, **kwargs))
-            return given[0]
+                updates.append(update(layer, *args, **kwargs))
+            return updates[0]
 
         monkeypatch.setattr(type(cache.layers[0]), "update", shared)
         with pytest.raises(HeadwiseError, match="two layers read one layer's keys and values"):
             model(ids(4), past_key_values=cache)
 
 
-def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, ids):
+def test_omnikv_layers_combine_with_dropping_layers(build, decoding, ids):
     model, tokens = build(num_hidden_layers=6), ids(120)
     omnikv = decoding(model)
     rows = [STREAM.model_copy(update={"window": 400}), *[Full()] * 5]
@@ -173,12 +172,12 @@ def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, ids
     with omnikv.apply(model) as handle:
         expected = fed(model, tokens, (100, 1), handle.new_cache())
     with both.apply(model) as handle:
-        found = fed(model, tokens, (100, 1), handle.new_cache())
+        actual = fed(model, tokens, (100, 1), handle.new_cache())
         assert handle.stats()["decode"] > 0
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_generated_tokens_are_taken_back_and_a_compressed_prompt_is_not(build, keeping, ids):
+def test_crop_removes_generated_tokens_but_not_compressed_prompt(build, keeping, ids):
     model, tokens = build(), ids(100)
     with keeping(model, SnapKV(budget=20, window=8)).apply(model) as handle:
         expected = fed(model, tokens, (70, 1), handle.new_cache())
@@ -193,7 +192,7 @@ def test_generated_tokens_are_taken_back_and_a_compressed_prompt_is_not(build, k
         assert [layer.kept for layer in memory_report(cache).layers] == [50, 50]
 
 
-def test_a_prompt_that_cost_nothing_is_taken_back(build, keeping, ids):
+def test_crop_removes_uncompressed_prompt(build, keeping, ids):
     model, tokens = build(), ids(100)
     with keeping(model, SnapKV(budget=1.0, window=8)).apply(model) as handle:
         cache = handle.new_cache()
@@ -201,29 +200,30 @@ def test_a_prompt_that_cost_nothing_is_taken_back(build, keeping, ids):
         cache.crop(-60)
         for state in (layer.policies[0] for layer in cache.layers):
             assert (state.seen, state.kept) == ((40,), (40,))
-        found = fed(model, tokens[:, 40:], (10,), cache)
-    torch.testing.assert_close(found, model(tokens).logits[:, 40:], **CLOSE)
+        actual = fed(model, tokens[:, 40:], (10,), cache)
+    torch.testing.assert_close(actual, model(tokens).logits[:, 40:], **CLOSE)
 
 
 @pytest.mark.parametrize(
     "policies", [{"it": STREAM}, {"it": STREAM, "h2o": H2O(heavy=3, recent=4)}]
 )
-def test_a_step_serves_the_sequences_that_have_a_token(policies, build, keeping, ids):
-    """Of unlike lengths, one not begun yet, one that ends early; heads under one policy or two."""
+def test_decode_step_serves_sequences_with_a_token(policies, build, keeping, ids):
+    """Cover sequences of different lengths, one not started, one that ends early, and one or two
+    policies."""
     model, tokens = build(num_hidden_layers=1), ids(34, batch=4)
     real = real_from(34, 0, 9, 25, 18)
     real[3, 26:] = 0
     rows = [tuple(policies)] if len(policies) > 1 else None
     with keeping(model, policies, rows=rows).apply(model) as handle:
         cache = handle.new_cache()
-        found = fed(model, tokens, (20, 1), cache, attention_mask=real)
-        # The sequence that ended is apart.
+        actual = fed(model, tokens, (20, 1), cache, attention_mask=real)
+        # The ended sequence is separate.
         assert len(cache.layers[0].policies) == 2 * len(policies)
         for row, mask in enumerate(real):
             mine = mask.nonzero()[:, 0]
             first = max(20 - int(mine[0]), 1)
             alone = fed(model, tokens[row, mine][None], (first, 1), handle.new_cache())
-            torch.testing.assert_close(found[row, mine], alone[0], **CLOSE)
+            torch.testing.assert_close(actual[row, mine], alone[0], **CLOSE)
         cache.batch_select_indices(torch.tensor([2, 0]))
         more = torch.ones(2, 36, dtype=torch.long)
         more[:, :34] = real[[2, 0]]
@@ -231,16 +231,16 @@ def test_a_step_serves_the_sequences_that_have_a_token(policies, build, keeping,
     assert again.isfinite().all()
 
 
-def test_the_forward_of_apply_is_not_counted_and_leaves_no_state(build, keeping):
+def test_apply_rehearsal_is_not_counted_and_keeps_no_state(build, keeping):
     model = build("SmolLM3")
     calls = []
-    hook = model.model.register_forward_pre_hook(lambda *given: calls.append(1))
+    hook = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     headwise = keeping(model, Streaming(sinks=4, window=12))
     with headwise.apply(model) as handle:
         assert handle.stats() == {"sparse": 0, "kept": 0, "dense": {}}
         caches = [handle.new_cache() for _ in range(3)]
         assert handle.stats() == {"sparse": 0, "kept": 0, "dense": {}}
-        # A model is rehearsed once.
+        # A model is rehearsed only once.
         assert len(calls) == 1
         for cache in caches:
             assert cache.get_seq_length() == 0

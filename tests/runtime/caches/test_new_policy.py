@@ -1,5 +1,5 @@
-"""CONTRIBUTING's walk "Add a cache policy": three places of a copy of the packages get a policy,
-and transformers and vLLM are served by it there."""
+"""CONTRIBUTING's guide "Add a cache policy": a copy of the packages with the three changes
+serves the new policy in transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "tests")
 
-# By file: the line that the text goes before, and the text; no line for a file that is new.
+# By file: the line to insert before, and the text; no line for a new file.
 POLICY = {
     "artifacts/schema/kv_cache.py": {
         "AnyPolicy = ": '''class Edges(Record):
@@ -137,7 +137,7 @@ assert isinstance(paged, PagedPrompts) and paged.pages[0].left(40) == 10
 
 
 def add(folder: Path, walk: dict[str, dict[str, str]]) -> None:
-    """Add the texts of a walk to the files below a folder."""
+    """Add the guide's texts to the files in a folder."""
     for file, additions in walk.items():
         path = folder / file
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -148,7 +148,7 @@ def add(folder: Path, walk: dict[str, dict[str, str]]) -> None:
 
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, whose packages come first."""
+    """Run Python in a folder whose packages are imported first."""
     script = "import runpy, sys; sys.path.insert(0, '.'); sys.argv = sys.argv[1:]; "
     script += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
     return subprocess.run(
@@ -156,7 +156,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_new_policy_touches_three_places_and_is_served(tmp_path):
+def test_new_policy_needs_three_changes(tmp_path):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -166,7 +166,7 @@ def test_a_new_policy_touches_three_places_and_is_served(tmp_path):
     (tmp_path / "serve.py").write_text(SERVE)
     served = python(tmp_path, "serve")
     assert served.returncode == 0, served.stdout + served.stderr
-    # Without a case the suite fails.
+    # The suite fails without a test case.
     missing = python(tmp_path, *options, f"{suite}::test_every_policy_is_here")
     assert missing.returncode == 1 and "edges" in missing.stdout, missing.stdout + missing.stderr
     add(tmp_path, CONFORMANCE)

@@ -1,4 +1,4 @@
-"""Windows: positions by the models' own rotations, a paper's examples of slots, rolling buffers."""
+"""Windows: positions by the model's rotation, a paper's slot examples, and rolling buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runtime.tiny import LONGROPE
 
 
 @pytest.mark.parametrize("family", ["Phi3", "GPTNeoX", "Glm4"])
-def test_positions_are_counted_in_the_cache_by_the_model_s_rotation(family, build, keeping, ids):
+def test_cache_positions_match_model_rotation(family, build, keeping, ids):
     more = {"head_dim": 64} if family == "Glm4" else {}
     model, tokens = build(family, **more), ids(60)
     if family == "GPTNeoX":
@@ -27,15 +27,15 @@ def test_positions_are_counted_in_the_cache_by_the_model_s_rotation(family, buil
     with defined(model, policy, (50, 1)):
         expected = model(tokens, use_cache=False).logits
     with keeping(model, policy).apply(model) as handle:
-        found = fed(model, tokens, (50, 1), handle.new_cache())
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual = fed(model, tokens, (50, 1), handle.new_cache())
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
     ("window", "chunks", "slots"),
     [(3, [5], [3, 4, 2]), (3, [5, 5], [9, 7, 8]), (4, [10], [8, 9, 6, 7])],
 )
-def test_slot_is_i_mod_w(window, chunks, slots):
+def test_rolling_buffer_slot_is_position_mod_window(window, chunks, slots):
     """Mistral 7B, section 2: the examples of its rolling buffer."""
     policy = Window(0, window)
     for k in torch.arange(float(sum(chunks))).split(chunks):
@@ -53,7 +53,7 @@ def _attend(policy: Window, k: Tensor) -> None:
 @pytest.mark.parametrize(
     "rope", [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, LONGROPE]
 )
-def test_rotations_that_change_with_the_length_are_refused(rope, build, keeping):
+def test_cache_positions_reject_length_dependent_rotation(rope, build, keeping):
     model = build(rope_parameters=rope)
     why = f"{rope['rope_type']}.* changes with the length; set positions: original"
     with pytest.raises(HeadwiseError, match=why):
@@ -61,7 +61,7 @@ def test_rotations_that_change_with_the_length_are_refused(rope, build, keeping)
     keeping(model, Streaming(positions="original")).new_cache(model)
 
 
-def test_yarn_s_factor_on_attention_is_not_applied_twice(build, keeping, ids):
+def test_yarn_attention_factor_is_applied_once(build, keeping, ids):
     rope = {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -85,7 +85,7 @@ W = 24
 
 
 @pytest.mark.parametrize("chunk", [W - 1, W, W + 1, 2 * W + 3])
-def test_prompts_that_end_in_an_earlier_chunk_go_on_by_themselves(chunk, build, keeping, ids):
+def test_prompts_ending_in_earlier_chunk_continue(chunk, build, keeping, ids):
     model, lengths, width, more = build("Gemma3", sliding_window=W), (96, 53, 7), 96, W + 3
     prompts = [ids(n + more, seed=n)[0] for n in lengths]
     tokens = torch.zeros(3, width + more, dtype=torch.long)
@@ -97,27 +97,27 @@ def test_prompts_that_end_in_an_earlier_chunk_go_on_by_themselves(chunk, build, 
     sizes = [min(chunk, width - at) for at in range(0, width, chunk)]
     with keeping(model, {"full": Full()}).apply(model) as handle:
         cache = handle.new_cache()
-        found = fed(model, tokens, (*sizes, 1), cache, attention_mask=real)[:, width:]
+        actual = fed(model, tokens, (*sizes, 1), cache, attention_mask=real)[:, width:]
     sliding = [layer for layer in cache.layers if layer.is_sliding]
     assert sliding and all(max(policy.kept) <= W for layer in sliding for policy in layer.policies)
     for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
         expected = model(prompt[None], use_cache=False).logits[0, n:]
-        torch.testing.assert_close(found[row], expected, **CLOSE)
-        assert torch.equal(found[row].argmax(-1), expected.argmax(-1))
+        torch.testing.assert_close(actual[row], expected, **CLOSE)
+        assert torch.equal(actual[row].argmax(-1), expected.argmax(-1))
 
 
-def test_it_serves_sliding_layers_whatever_the_full_ones_keep(build, keeping, ids):
+def test_window_serves_sliding_layers_with_any_policy(build, keeping, ids):
     model, tokens = build("Gemma3", sliding_window=W), ids(3 * W)
     with keeping(model, Streaming(sinks=4, window=500)).apply(model) as handle:
         cache = handle.new_cache()
-        found = fed(model, tokens, (W + 1, 1), cache)
-        kept = [layer.kept for layer in memory_report(cache).layers]
-    # Nothing has left the wide window yet.
-    torch.testing.assert_close(found, model(tokens, use_cache=False).logits, **CLOSE)
-    assert kept == [W, 3 * W, 3 * W]
+        actual = fed(model, tokens, (W + 1, 1), cache)
+        retained = [layer.kept for layer in memory_report(cache).layers]
+    # No token has left the wide window yet.
+    torch.testing.assert_close(actual, model(tokens, use_cache=False).logits, **CLOSE)
+    assert retained == [W, 3 * W, 3 * W]
 
 
-def test_without_a_section_sliding_layers_are_transformers_own(build, apply, ids):
+def test_sliding_layers_without_section_use_transformers_cache(build, apply, ids):
     model, tokens = build("Gemma3", sliding_window=W), ids(100)
     with apply(model, dense=True) as handle:
         cache = handle.new_cache()

@@ -1,4 +1,4 @@
-"""vLLM's side of the plugin without vLLM: a parent backend, steps with their pages, references.
+"""vLLM's side of the plugin without vLLM: a parent backend, steps with pages, and references.
 
 Shapes: T tokens of a step, Q new tokens of a request, K its keys, H query heads, G KV heads, D head
 dim.
@@ -32,13 +32,13 @@ CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-5}
 EIGHT = torch.float8_e4m3fn
 SCALES = {"_k_scale_float": 0.5, "_v_scale_float": 0.25, "_q_scale_float": 0.125}
 LAYER = SimpleNamespace(layer_name="model.layers.0.self_attn.attn", **SCALES)
-# Layer 0 is dense, layer 1 chooses, layers behind it read what it chose.
+# Layer 0 is dense, layer 1 selects tokens, and later layers read the selection.
 SECTION: dict[str, Any] = {"filter_layers": (1,), "dense_layers": (0,), "selector": "last"}
 
 
 @dataclass
 class Common:
-    """What the plugin reads of vLLM's CommonAttentionMetadata."""
+    """Fields of vLLM's CommonAttentionMetadata that the plugin reads."""
 
     query_start_loc: Tensor
     query_start_loc_cpu: Tensor
@@ -60,7 +60,7 @@ class Common:
 
 
 def common_of(q_lens: list[int], k_lens: list[int], table: Tensor, **more: Any) -> Common:
-    """Metadata of a step by the new tokens and the keys of each request, and its pages."""
+    """Return a step's metadata from each request's new tokens, keys and pages."""
     starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
     return Common(
         query_start_loc=starts,
@@ -77,8 +77,7 @@ def common_of(q_lens: list[int], k_lens: list[int], table: Tensor, **more: Any) 
 
 
 def step(*requests: tuple[int, int]) -> Common:
-    """A step with requests of (queries, keys), each with pages of its own, none of them in
-    order; behind them two rows of padding."""
+    """Return a step of requests (queries, keys) with unordered pages and two rows of padding."""
     q_lens, k_lens = (list(part) for part in zip(*requests, strict=True))
     pages = [-(-k_len // PAGE) for k_len in k_lens]
     table = torch.zeros(len(requests) + 2, max(pages), dtype=torch.int32)
@@ -88,17 +87,17 @@ def step(*requests: tuple[int, int]) -> Common:
 
 
 def slots_of(row: Tensor, positions: Tensor) -> Tensor:
-    """Slots of a request's tokens by its pages."""
+    """Return the slots of a request's tokens by its pages."""
     return row[positions // PAGE].long() * PAGE + positions % PAGE
 
 
 def interleaved(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Write as vLLM's backends for GPUs do."""
+    """Write like vLLM's GPU backends."""
     cache[slots // PAGE, :, slots % PAGE] = torch.cat([key, value], dim=-1)
 
 
 class Parent:
-    """A backend's implementation that attends densely, from a cache of plain pages."""
+    """Dense backend implementation over a cache of plain pages."""
 
     scale = 0.2
     num_heads = H
@@ -144,18 +143,18 @@ class ParentsBuilder:
 
 @pytest.fixture(params=[False, True], ids=["pages of the parent", "pages of ours"])
 def ours(request):
-    """True for pages laid out for our kernels, as on a CPU."""
+    """Return True for pages in the layout of Headwise's kernels, as on a CPU."""
     return bool(request.param)
 
 
 @pytest.fixture
 def stored():
-    """What a cache of 8 bits holds; tests that serve from one say so."""
+    """dtype of an 8-bit cache, set by tests that use one."""
 
 
 @pytest.fixture
 def engine(ours, stored):
-    """An implementation and a builder over Parent, with a plan of its own."""
+    """Return an implementation and a builder over Parent with a separate plan."""
     patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
     at_work: Any = object.__new__(Engine)
     at_work.__dict__.update(
@@ -168,7 +167,7 @@ def engine(ours, stored):
         dense=None,
         size=1,
     )
-    # What is served of every layer, as tests change it.
+    # Options of every layer, which tests change.
     layer: dict[str, Any] = {
         "plan": LayerPlan(patterns * 2, G),
         "owned": True,
@@ -176,8 +175,8 @@ def engine(ours, stored):
         "ours": ours,
     }
 
-    def of(asked):
-        return ServedLayer(number=number_of(asked.layer_name), **layer)
+    def of(attention):
+        return ServedLayer(number=number_of(attention.layer_name), **layer)
 
     at_work.of = of
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {}))
@@ -199,7 +198,7 @@ def engine(ours, stored):
 
 
 def poisoned(engine: Any, pages: int) -> Tensor:
-    """A cache of so many pages, as vLLM hands it out, in which nothing is written yet."""
+    """Return an unwritten cache of `pages` pages, as vLLM allocates it."""
     cache = torch.full((pages, G, PAGE, 2 * D), float("nan"))
     return cache if engine.impl.stored is None else cache.to(engine.impl.stored).view(torch.uint8)
 
@@ -207,7 +206,7 @@ def poisoned(engine: Any, pages: int) -> Tensor:
 def put(
     engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write keys and values (T, G, D) to their slots; what there is to be read from these."""
+    """Write keys and values (T, G, D) to their slots and return the values to read back."""
     stored = engine.impl.stored
     eight = [(x / scale).to(stored or x.dtype) for x, scale in ((key, 0.5), (value, 0.25))]
     if engine.ours:
@@ -231,9 +230,11 @@ def serve(
     metadata: Any = None,
     gone: EndPages | None = None,
 ) -> tuple[list[Tensor], list[Inputs], Any]:
-    """Outputs (Q, H, D) of a layer for each request of a step, what went in, and the metadata.
+    """Return a layer's outputs (Q, H, D) for each request of a step, its inputs, and the
+    metadata.
 
-    gone: a layer that drops tokens, whose pages between the first and the last ones are another's.
+    Args:
+        gone: a layer that drops tokens; others own the pages between its first and last ones.
     """
     cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
     query = torch.randn(common.num_actual_tokens, H, D)
@@ -262,7 +263,7 @@ def serve(
 
 
 def by_plan(patterns: list[Any], inputs: Inputs, sinks: Tensor | None = None) -> Tensor:
-    """Attention (Q, H, D) of a chunk by patterns, with learned logits of each query head."""
+    """Return the attention (Q, H, D) of a chunk by patterns, with learned logits per query head."""
     q, k, v = (x.transpose(0, 1)[None] for x in inputs)
     index = LayerPlan(patterns, G).build(q, k, scale=Parent.scale)
     out, lse = Attention.run(AttentionCall(q, k, v, index, scale=Parent.scale))
@@ -271,15 +272,15 @@ def by_plan(patterns: list[Any], inputs: Inputs, sinks: Tensor | None = None) ->
     return out[0].transpose(0, 1)
 
 
-def by_choice(inputs: Inputs, seen: Tensor | None = None) -> Tensor:
-    """Attention in plain torch (Q, H, D) of the last queries over the keys that each KV head sees,
-    (G, K)."""
+def by_selection(inputs: Inputs, seen: Tensor | None = None) -> Tensor:
+    """Return plain-torch attention (Q, H, D) of the last queries over each KV head's visible
+    keys (G, K)."""
     weights = weights_of(inputs[0], inputs[1], seen)
     return torch.einsum("hqk,khd->qhd", weights, inputs[2].repeat_interleave(H // G, 1))
 
 
 def weights_of(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Probabilities (H, Q, K) of the last queries."""
+    """Return the probabilities (H, Q, K) of the last queries."""
     logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(H // G, 1)) * Parent.scale
     q_len, k_len = logits.shape[1:]
     mask = torch.ones(q_len, k_len).tril(k_len - q_len).bool()
@@ -288,8 +289,8 @@ def weights_of(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor:
     return logits.masked_fill(~mask, float("-inf")).softmax(-1)
 
 
-def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV) -> Tensor:
-    """The tokens (K,) that a filter layer chooses, in plain torch."""
+def select_tokens(q: Tensor, k: Tensor, section: artifacts.OmniKV) -> Tensor:
+    """Return the tokens (K,) that a filter layer selects, in plain torch."""
     scores = weights_of(q, k).amax((0, 1))
     scores[-len(q) :] = float("inf")
     seen = torch.zeros(len(k), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Options of the vLLM plugin, and `headwise check`: the command that serves, or why not."""
+"""Options of the vLLM plugin, and `headwise check`: the command to serve, or the misfits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FULL = artifacts.Full()
 SNAPS = {"s": artifacts.SnapKV(budget=0.25), "t": artifacts.SnapKV(budget=1024)}
 
 
-def kept(policies: dict[str, Any], *layers: Any) -> dict[str, Any]:
-    """A section of these rows; the rest of six layers keeps everything."""
+def kv_section(policies: dict[str, Any], *layers: Any) -> dict[str, Any]:
+    """Return a kv_cache section of these rows; the rest of six layers keeps all tokens."""
     rows = (*layers, *["f"] * (6 - len(layers)))
     return {"kv_cache": artifacts.KVCache(policies=policies | {"f": FULL}, layers=rows)}
 
@@ -36,15 +36,15 @@ def decoding(**changes: Any) -> dict[str, Any]:
     return {"decode": artifacts.Decode(omnikv=DECODE.model_copy(update=changes))}
 
 
-def test_options():
+def test_options_parse_path_or_object():
     assert options_of(None) is None and options_of({"other": 1}) is None
     assert options_of({"headwise": "a.yaml"}) == Options(artifact="a.yaml")
-    given = {"artifact": "a.yaml", "point": "kl=1", "verify": "/key", "dense": True}
-    assert options_of({"headwise": given}) == Options(**given)
+    value = {"artifact": "a.yaml", "point": "kl=1", "verify": "/key", "dense": True}
+    assert options_of({"headwise": value}) == Options(**value)
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("value", "field"),
     [
         (3, "must be a path or an object, got 3"),
         ({}, "artifact: Field required"),
@@ -57,15 +57,15 @@ def test_options():
         ({"artifact": "a", "budget": 1}, "budget: Extra inputs are not permitted"),
     ],
 )
-def test_options_that_are_wrong(given, field):
+def test_options_reject_invalid_values(value, field):
     with pytest.raises(artifacts.HeadwiseError, match=field):
-        options_of({"headwise": given})
+        options_of({"headwise": value})
 
 
 @pytest.fixture
 def check(build, artifact_for, tmp_path, capsys):
-    """check(**section, size=1) -> status and text of the command for a tiny model of six layers
-    with two KV heads."""
+    """Return check(**sections, size=1): the command's status and text for a tiny model of six
+    layers with two KV heads."""
 
     def check(size=1, **sections):
         model = build(num_hidden_layers=6)
@@ -82,13 +82,13 @@ def check(build, artifact_for, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("sections", "size", "reasons"),
     [
-        (kept({"h": artifacts.H2O()}, "h"), 1, ["kv_cache.policies.h is h2o"]),
+        (kv_section({"h": artifacts.H2O()}, "h"), 1, ["kv_cache.policies.h is h2o"]),
         (
-            kept({"c": artifacts.Streaming()}, "c"),
+            kv_section({"c": artifacts.Streaming()}, "c"),
             1,
             ["kv_cache.policies.c is streaming: positions is 'cache'"],
         ),
-        (kept({"c": STREAM}, "f", ("f", "c")), 1, ["kv_cache.layers[1] differs by head"]),
+        (kv_section({"c": STREAM}, "f", ("f", "c")), 1, ["kv_cache.layers[1] differs by head"]),
         (
             decoding(selector="uniform", prefill_ratio=2.0),
             1,
@@ -98,7 +98,7 @@ def check(build, artifact_for, tmp_path, capsys):
         ({}, 3, ["KV heads do not divide among 3 processes"]),
     ],
 )
-def test_a_misfit_is_named(sections, size, reasons, check):
+def test_check_names_each_misfit(sections, size, reasons, check):
     status, text = check(size, **sections)
     assert status == 3
     lines = [line for line in text.splitlines() if line.startswith("no: ")]
@@ -111,7 +111,7 @@ def test_a_misfit_is_named(sections, size, reasons, check):
     [
         (decoding(), ["decode: layers 3, 5 read what layers 2, 4 choose"]),
         (
-            kept({"c": STREAM} | SNAPS, "c", "c", "s", ("s", "t")),
+            kv_section({"c": STREAM} | SNAPS, "c", "c", "s", ("s", "t")),
             [
                 "layers 0-1 keep 4 first and 60 last tokens",
                 "layers 2 keep 25% of each prompt, as its last queries choose",
@@ -121,7 +121,7 @@ def test_a_misfit_is_named(sections, size, reasons, check):
     ],
     ids=["decode", "kv_cache"],
 )
-def test_layers_are_described(sections, lines, check):
+def test_check_describes_layers(sections, lines, check):
     status, text = check(**sections)
     assert status == 0 and set(lines) <= set(text.splitlines())
 
@@ -138,9 +138,7 @@ def test_layers_are_described(sections, lines, check):
         ),
     ],
 )
-def test_the_command_of_this_machine_serves_the_artifact(
-    package, gpu, words, check, tmp_path, monkeypatch
-):
+def test_check_command_serves_artifact(package, gpu, words, check, tmp_path, monkeypatch):
     installed = tmp_path / "site" / f"{package}-0.32.0.dist-info"
     installed.mkdir(parents=True)
     name = package.replace("_", "-")
@@ -149,43 +147,43 @@ def test_the_command_of_this_machine_serves_the_artifact(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     status, text = check(2)
     assert status == 0 and text.startswith("ok: ")
-    *found, flag, options = shlex.split(text.splitlines()[-1])
+    *actual, flag, options = shlex.split(text.splitlines()[-1])
     model = str(tmp_path / "model")
     assert flag == "--additional-config"
-    assert found == [model if word == "MODEL" else word for word in words] + [
+    assert actual == [model if word == "MODEL" else word for word in words] + [
         "--tensor-parallel-size",
         "2",
     ]
-    given = options_of(json.loads(options))
-    assert given is not None
-    assert given.load().artifact == artifacts.load(tmp_path / "cfg.yaml")
+    served = options_of(json.loads(options))
+    assert served is not None
+    assert served.load().artifact == artifacts.load(tmp_path / "cfg.yaml")
 
 
 @pytest.mark.parametrize("point", ["speedup=8", "kl=0.2"])
-def test_a_point_of_the_front_is_served(front, point, capsys):
+def test_check_command_keeps_point(front, point, capsys):
     model, cfg = front
     model.save_pretrained(cfg.parent / "model")
     assert main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", point]) == 0
-    given = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
-    assert given is not None and given.point == point
-    assert given.load().artifact == load(cfg, point=point).artifact
+    served = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
+    assert served is not None and served.point == point
+    assert served.load().artifact == load(cfg, point=point).artifact
     with pytest.raises(artifacts.HeadwiseError, match=r"--point must be speedup=X.*got kl$"):
         main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", "kl"])
 
 
-def test_batches_in_parts_are_refused():
+def test_check_rejects_split_batches():
     artifact: Any = SimpleNamespace(decode=object(), kv_cache=None)
     parallel = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=True)
     config = SimpleNamespace(model_config=None, speculative_config=None, parallel_config=parallel)
     assert "--enable-dbo" in next(engine_misfits(artifact, config))
 
 
-def test_a_configuration_that_cannot_be_read(front, tmp_path):
+def test_check_rejects_unreadable_config(front, tmp_path):
     with pytest.raises(artifacts.HeadwiseError, match=r"the configuration of .* cannot be read"):
         main(["check", str(front[1]), "--model", str(tmp_path / "none")])
 
 
-def test_vllm_itself():
+def test_vllm_is_installed():
     pytest.importorskip("vllm", reason="not installed here: `.ci/vllm` runs tests/vllm")
 
 
@@ -217,7 +215,7 @@ HYBRID |= {"layer_types": ["linear_attention", "full_attention"] * 2}
         ),
     ],
 )
-def test_check_names_layers_that_do_not_see_every_token(
+def test_check_names_layers_without_full_attention(
     family, sizes, section, reason, build, artifact_for, tmp_path, capsys
 ):
     model = build(family, **sizes)

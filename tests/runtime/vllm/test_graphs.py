@@ -1,9 +1,8 @@
-"""Decode sections in the vLLM plugin as a CUDA graph would replay them: captured for none, replayed
-for any requests.
+"""Decode sections in the vLLM plugin under CUDA graph replay for any requests.
 
-A machine without a GPU has no graphs. What one does is known: the operations of the captured step
-run again, on the same memory and in the same order, and no Python does. So that is what is done
-here, operation by operation."""
+A machine without a GPU has no graphs. A replay runs the captured step's operations again, on the
+same memory, in the same order and without Python. These tests do the same, operation by operation.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +34,20 @@ from tests.runtime.vllm.conftest import (
     G,
     H,
     Parent,
-    by_choice,
-    chosen_by,
+    by_selection,
     common_of,
     interleaved,
+    select_tokens,
     slots_of,
 )
 
 LONGEST, REQUESTS = 512, 5
-# Contexts of two steps; one without keys is padding.
+# Contexts of two steps; a context without keys is padding.
 STEPS = ([300, 30, 97, 512, 0], [41, 511, 1, 64, 220])
 
 
 class Tape(TorchDispatchMode):
-    """The operations of a step, with the memory that they read and write."""
+    """Operations of a step, with the memory that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,21 +62,21 @@ class Tape(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        """Run them again; what is new memory at each call has the place that it had."""
+        """Run the operations again; new memory of each call keeps its address."""
         for func, args, kwargs, out in self.calls:
-            given = {
+            memory = {
                 x.untyped_storage().data_ptr()
                 for x in tree_leaves((args, kwargs))
                 if isinstance(x, Tensor)
             }
             for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in given:
+                if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in memory:
                     old.copy_(new)
 
 
 @contextmanager
 def unread(*host: Tensor) -> Iterator[None]:
-    """Nothing of a tensor may come to the host but of these, which lie there."""
+    """Fail if the host reads any tensor but these, which are on the host."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("tolist", "item", "numpy", "cpu"):
             real = getattr(Tensor, name)
@@ -91,8 +90,7 @@ def unread(*host: Tensor) -> Iterator[None]:
 
 
 class Buffers:
-    """What vLLM keeps from step to step: block table, lengths, queries and caches; and our
-    outputs."""
+    """State that vLLM keeps between steps: block table, lengths, queries, caches; and outputs."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -105,7 +103,7 @@ class Buffers:
         self.keys: list[list[Tensor]] = []
 
     def fill(self, lengths: list[int]) -> None:
-        """Other requests; pages of nobody hold NaN."""
+        """Change the requests; unused pages hold NaN."""
         pages = (torch.randperm(self.caches.shape[1] - 1) + 1).to(torch.int32)
         self.table.copy_(pages.view(self.table.shape))
         self.lengths.copy_(torch.tensor(lengths))
@@ -118,14 +116,14 @@ class Buffers:
                 (write_kv if self._engine.ours else interleaved)(cache, k, v, slots)
 
     def common(self) -> Common:
-        """The metadata of a step, as vLLM makes it."""
+        """Return a step's metadata as vLLM builds it."""
         common = common_of([1] * REQUESTS, self.lengths.tolist(), self.table)
         common.seq_lens_cpu_upper_bound = common.seq_lens
         common.seq_lens, common.max_seq_len = self.lengths, LONGEST
         return common
 
     def forward(self, metadata: Any) -> None:
-        """Layers 1, 2 and 3 of a step."""
+        """Run layers 1, 2 and 3 of a step."""
         for i in range(3):
             layer = SimpleNamespace(layer_name=f"model.layers.{i + 1}.self_attn.attn")
             k = self.query[i, :, :G]
@@ -139,26 +137,28 @@ class Buffers:
             if not length:
                 assert not self.output[:, request].any()
                 continue
-            chosen = None
+            selected = None
             if section is not None and count(section, length) < length:
-                asked = section.model_copy(update={"budget": count(section, length)})
-                chosen = chosen_by(self.query[0, None, request], self.keys[0][request][0], asked)
-                chosen = chosen.expand(G, -1)
+                step_section = section.model_copy(update={"budget": count(section, length)})
+                selected = select_tokens(
+                    self.query[0, None, request], self.keys[0][request][0], step_section
+                )
+                selected = selected.expand(G, -1)
             for i in range(3):
                 inputs = (self.query[i, None, request], *self.keys[i][request])
-                expected = by_choice(inputs, chosen if i else None)
+                expected = by_selection(inputs, selected if i else None)
                 torch.testing.assert_close(self.output[i, None, request], expected, **CLOSE)
 
 
 def count(section: artifacts.OmniKV, length: int) -> int:
-    """Tokens that a budget allows."""
+    """Return the number of tokens in a budget."""
     budget = section.budget
     return budget if isinstance(budget, int) else math.ceil(length * budget)
 
 
 @pytest.fixture(params=[{"budget": 40}, {"budget": 0.2}], ids=["tokens", "fraction"])
 def section(request, engine):
-    """A decode section at work in `engine`, whose builder captures as vLLM's do."""
+    """Install a decode section in `engine`, whose builder captures like vLLM's."""
     section = artifacts.OmniKV(**SECTION, window=1, **request.param)
     selector = Selector(section, range(4))
     engine.at_work.filter_decode = FilterDecode(selector, requests=REQUESTS, longest=LONGEST)
@@ -167,8 +167,8 @@ def section(request, engine):
 
 
 def captured(engine: Any, buffers: Buffers) -> Tape:
-    """The tape of a step that nobody asked for."""
-    # A run before the one that is captured, as vLLM has it.
+    """Return the tape of a captured step without requests."""
+    # vLLM runs a step once before capture.
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
     common = buffers.common()
     metadata = engine.builder.build_for_cudagraph_capture(common)
@@ -180,7 +180,7 @@ def captured(engine: Any, buffers: Buffers) -> Tape:
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["at once", "scores in parts"])
-def test_a_captured_step_is_replayed_for_any_requests(engine, section, parts, monkeypatch):
+def test_captured_step_replays_for_any_requests(engine, section, parts, monkeypatch):
     if parts:
         monkeypatch.setattr("runtime.vllm.filters._SCORES", 2 * 4 * LONGEST * (H + 4 * G))
     buffers = Buffers(engine)
@@ -192,7 +192,7 @@ def test_a_captured_step_is_replayed_for_any_requests(engine, section, parts, mo
         buffers.check(section, lengths)
 
 
-def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine):
+def test_captured_step_over_all_keys_replays_for_any_requests(engine):
     buffers = Buffers(engine)
     tape = captured(engine, buffers)
     for lengths in STEPS:
@@ -202,21 +202,21 @@ def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine):
         buffers.check(None, lengths)
 
 
-def test_a_step_reads_nothing_back_and_asks_for_no_length(engine, section):
+def test_step_reads_nothing_from_device(engine, section):
     buffers = Buffers(engine)
     lengths = [300, 30, 97, 512, 77]
     buffers.fill(lengths)
     common = buffers.common()
     bounds = common.seq_lens_cpu_upper_bound
     assert bounds is not None
-    # Lengths are known on the device alone; the host has bounds.
+    # Only the device knows the lengths; the host has upper bounds.
     bounds += 3
     with unread(common.query_start_loc_cpu, bounds):
         metadata = engine.builder.build(0, common)
         buffers.forward(metadata)
     buffers.check(section, lengths)
     assert getattr(metadata, KEY).decodes[0].k_len == 512 + 3
-    # The host counts by its bounds.
+    # The host counts by upper bounds.
     read = [count(section, length + 3) for length in lengths]
     read = [tokens for tokens, length in zip(read, lengths, strict=True) if tokens < length + 3]
     counters = engine.at_work.counters
@@ -224,19 +224,19 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine, section):
     assert counters.tokens_read == pytest.approx(sum(read) / len(read))
 
 
-def test_the_profiling_run_takes_what_a_step_will_take(engine, section, monkeypatch):
+def test_profiling_run_allocates_memory_of_a_step(engine, section, monkeypatch):
     import runtime.vllm.step as step
 
     scored: list[Any] = []
     attend = step.decode_attention
 
-    def noted(q, k, v, **options):
+    def record(q, k, v, **options):
         done = attend(q, k, v, **options)
         if done.scores is not None:
             scored.append((q.shape, done.scores.shape))
         return done
 
-    monkeypatch.setattr(step, "decode_attention", noted)
+    monkeypatch.setattr(step, "decode_attention", record)
     buffers = Buffers(engine)
     with monkeypatch.context() as profiling:
         profiling.setattr(Parent, "forward", lambda *args: args[-1])
@@ -245,7 +245,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(engine, section, monkeypa
     (slots,) = filter_decode._slots.values()
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, count(section, LONGEST))
-    # No tokens are selected by that.
+    # This run selects no tokens.
     assert engine.at_work.counters.tokens_read is None and not filter_decode._tokens
     buffers.fill(STEPS[0])
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))

@@ -1,4 +1,4 @@
-"""Layers of the vLLM plugin that keep a part of each prompt, step by step and without vLLM."""
+"""SnapKV layers of the vLLM plugin, step by step and without vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runtime.vllm.conftest import (
     G,
     H,
     Parent,
-    by_choice,
+    by_selection,
     common_of,
     poisoned,
     put,
@@ -30,15 +30,16 @@ from tests.runtime.vllm.conftest import (
 
 
 class Sequence:
-    """A request: what it computes in all, its pages, and how far it is."""
+    """Request with its total tokens, pages and progress."""
 
     def __init__(self, prompt: int, total: int, pages: Tensor) -> None:
         self.prompt, self.pages, self.at = prompt, pages, 0
         self.q = torch.randn(total, H, D)
         self.k, self.v = torch.randn(2, total, G, D)
 
-    def kept(self, snap: PagedPrompts) -> Tensor:
-        """(G, L) which tokens of the prompt each KV head keeps, in plain torch and fp32."""
+    def retained(self, snap: PagedPrompts) -> Tensor:
+        """Return the mask (G, L) of prompt tokens that each KV head retains, in plain torch and
+        fp32."""
         n, seen = self.prompt, torch.ones(G, self.prompt, dtype=torch.bool)
         for head, policy in enumerate(snap.pages):
             count, window = policy.left(n), policy.window
@@ -54,22 +55,23 @@ class Sequence:
         return seen
 
     def expected(self, snap: PagedPrompts) -> Tensor:
-        """Attention (T, H, D) of every token: all before it in the prompt, then what is kept and
-        what was generated."""
+        """Return the attention (T, H, D) of every token.
+
+        Prompt tokens see all earlier tokens; generated tokens see the retained and generated ones.
+        """
         n = self.prompt
-        whole = by_choice((self.q[:n], self.k[:n], self.v[:n]))
+        whole = by_selection((self.q[:n], self.k[:n], self.v[:n]))
         if n == len(self.k):
             return whole
         new = torch.ones(G, len(self.k) - n, dtype=torch.bool)
-        seen = torch.cat([self.kept(snap), new], dim=1)
-        return torch.cat([whole, by_choice((self.q[n:], self.k, self.v), seen)])
+        seen = torch.cat([self.retained(snap), new], dim=1)
+        return torch.cat([whole, by_selection((self.q[n:], self.k, self.v), seen)])
 
 
 def step(
     engine: Any, cache: Tensor, snap: PagedPrompts, parts: list[tuple[Sequence, int]]
 ) -> list[Tensor]:
-    """Compute so many tokens of each sequence; what comes out. Pages that go back to vLLM are
-    poisoned."""
+    """Compute n tokens of each (sequence, n), poison freed pages, and return the outputs."""
     q_lens = [n for _, n in parts]
     spans = [slice(s.at, s.at + n) for s, n in parts]
     for (s, _), at in zip(parts, spans, strict=True):
@@ -113,7 +115,7 @@ CUTS = {
     ("cuts", "policies", "stored"),
     [*((cuts, (A, B), None) for cuts in CUTS), ("mixed", (A, A), None), ("mixed", (B, B), EIGHT)],
 )
-def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
+def test_snapkv_retained_tokens_and_outputs_match_reference(engine, policies, cuts):
     snap = PagedPrompts(policies, prompts=8)
     engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
@@ -127,45 +129,45 @@ def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
     sequences = [
         Sequence(p, sum(cut), row) for p, cut, row in zip(prompts, left, pages, strict=True)
     ]
-    found: list[list[Tensor]] = [[] for _ in left]
+    actual: list[list[Tensor]] = [[] for _ in left]
     while any(left):
         parts = [(i, cut.pop(0)) for i, cut in enumerate(left) if cut]
         outputs = step(engine, cache, snap, [(sequences[i], n) for i, n in parts])
         for (i, _), out in zip(parts, outputs, strict=True):
-            found[i].append(out)
-    for sequence, outs in zip(sequences, found, strict=True):
+            actual[i].append(out)
+    for sequence, outs in zip(sequences, actual, strict=True):
         torch.testing.assert_close(torch.cat(outs), sequence.expected(snap), **CLOSE)
 
 
-def test_windows_of_requests_that_were_given_up_go():
+def test_snapkv_windows_of_aborted_requests_are_freed():
     snap, q = (
         PagedPrompts((SnapKVPages(budget=1024, window=16, pool=7),), prompts=2),
         torch.randn(1, H, 20, D),
     )
     for page in range(5):
         assert snap.voting(page, Chunk(0, 0, 20, 20, 30), q) is None
-    # Only what of the window there was is left, of the last two.
+    # Only the last two pages still have their windows.
     last = Chunk(0, 0, 10, 30, 30)
     voting = [snap.voting(page, last, q[:, :, :10]) for page in (0, 3, 4)]
     assert [part.shape[2] for part in voting if part is not None] == [10, 16, 16]
-    # A page's next request begins anew.
+    # The next request of a page starts from scratch.
     assert snap.voting(4, Chunk(0, 0, 20, 20, 30), q) is None
     again = snap.voting(4, Chunk(0, 0, 12, 12, 12), q[:, :, :12])
     assert again is not None and torch.equal(again, q[:, :, :12])
 
 
-def test_the_profiling_run_moves_the_longest_prompt(engine, monkeypatch):
+def test_profiling_run_moves_longest_prompt(engine, monkeypatch):
     from runtime.vllm import policy_host
 
     copied: list[torch.Size] = []
     gathered = policy_host.gathered
 
-    def noted(*args):
-        made = gathered(*args)
-        copied.append(made.shape)
-        return made
+    def record(*args):
+        rows = gathered(*args)
+        copied.append(rows.shape)
+        return rows
 
-    monkeypatch.setattr(policy_host, "gathered", noted)
+    monkeypatch.setattr(policy_host, "gathered", record)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
     engine.layer.update(policy=PagedPrompts((A, B)), plan=None)
     query = torch.randn(10, H, D)

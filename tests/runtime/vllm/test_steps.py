@@ -1,5 +1,5 @@
-"""Steps of the vLLM plugin that its agreement tests do not show: pages of the parent as on a GPU,
-caches of 8 bits, learned sinks, failures, and what the profiling run takes."""
+"""vLLM plugin steps without an agreement test: parent pages as on a GPU, 8-bit caches, learned
+sinks, failures, and the profiling run."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.runtime.vllm.conftest import (
     G,
     H,
     Parent,
-    by_choice,
     by_plan,
-    chosen_by,
+    by_selection,
     poisoned,
     put,
+    select_tokens,
     serve,
     slots_of,
     step,
@@ -52,18 +52,18 @@ SINKS = torch.tensor([0.5, 9.0, -30.0, 2.0])
 stored_as = pytest.mark.parametrize("stored", [None, EIGHT], ids=["as they are", "8 bits"])
 
 
-def test_which_chunks_are_sparse(monkeypatch):
+def test_step_selects_sparse_chunks(monkeypatch):
     monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 128)
     at_work: Any = object.__new__(Engine)
     prefill = SimpleNamespace(dense_below=128, dense_tail=0)
     at_work.__dict__.update(artifact=SimpleNamespace(prefill=prefill), dense=None)
-    # Decode, two chunks behind a past, short and long prompts; drafts, which are no prefills.
+    # Decode, two chunks after a past, short and long prompts, and drafts, which are not prefills.
     common = step((1, 300), (127, 300), (128, 300), (127, 127), (130, 130), (200, 200), (4, 300))
     common.is_prefilling = torch.tensor([False, *[True] * 5, False])
     prefills = prefills_of(common, requests_of(common))
     assert [chunk.request for chunk in prefills] == [1, 2, 3, 4, 5]
     assert [chunk.request for chunk in prefills if at_work.is_sparse(chunk)] == [2, 4, 5]
-    # Shorter ones would be all tail.
+    # Shorter prompts would be all dense tail.
     prefill.dense_tail = 150
     assert [chunk.request for chunk in prefills if at_work.is_sparse(chunk)] == [5]
 
@@ -77,11 +77,11 @@ def test_which_chunks_are_sparse(monkeypatch):
     ],
     ids=["sparse and dense", "dense"],
 )
-def test_each_request_of_a_step_gets_its_own_attention(engine, requests):
+def test_step_computes_each_request_separately(engine, requests):
     outputs, inputs, _ = serve(engine, step(*requests))
     long = [q_len >= 64 and k_len >= 128 for q_len, k_len in requests]
-    for sparse, out, given in zip(long, outputs, inputs, strict=True):
-        expected = by_plan(engine.patterns if sparse else DENSE, given)
+    for sparse, out, request in zip(long, outputs, inputs, strict=True):
+        expected = by_plan(engine.patterns if sparse else DENSE, request)
         torch.testing.assert_close(out, expected, **CLOSE)
     report = engine.at_work.counters.report()
     assert report["prefills"].get("sparse", 0) == sum(long)
@@ -89,8 +89,8 @@ def test_each_request_of_a_step_gets_its_own_attention(engine, requests):
 
 
 @pytest.mark.parametrize("stored", [EIGHT])
-def test_queries_of_eight_bits(engine, stored):
-    """As vLLM's layers hand them to some of its backends for GPUs, with such a cache."""
+def test_eight_bit_queries_match_reference(engine, stored):
+    """Pass 8-bit queries, as some GPU backends of vLLM receive them with an 8-bit cache."""
     common = step((100, 300))
     cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
     query = torch.randn(100, H, D).to(stored)
@@ -104,18 +104,18 @@ def test_queries_of_eight_bits(engine, stored):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_is_too_large_for_eight_bits_is_the_largest(dtype):
-    most = torch.finfo(dtype).max
-    found = quantised(torch.tensor([1e9, -1e9, 0.5 * most, 0.3, 0.0]).bfloat16(), 0.5, dtype)
-    assert found.dtype == torch.uint8
-    wide = found.view(dtype).float()
-    assert wide[:3].tolist() == [most, -most, most] and wide[4] == 0
+def test_quantised_values_saturate_at_dtype_max(dtype):
+    largest = torch.finfo(dtype).max
+    actual = quantised(torch.tensor([1e9, -1e9, 0.5 * largest, 0.3, 0.0]).bfloat16(), 0.5, dtype)
+    assert actual.dtype == torch.uint8
+    wide = actual.view(dtype).float()
+    assert wide[:3].tolist() == [largest, -largest, largest] and wide[4] == 0
     assert float((wide[3] - 0.6).abs()) <= 0.6 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("length", [1, 53])
 @pytest.mark.parametrize("padded_pages", [False, True])
-def test_our_pages_hold_what_was_stored(length, padded_pages):
+def test_write_kv_pages_return_stored_values(length, padded_pages):
     whole = torch.full((7, G + padded_pages, PAGE, 2 * D), float("nan"))
     cache = whole[:, :G]
     pages = torch.randperm(6)[: -(-length // PAGE)].to(torch.int32) + 1
@@ -123,15 +123,15 @@ def test_our_pages_hold_what_was_stored(length, padded_pages):
     at = torch.arange(length)
     # Padding at the end of a step has no slot.
     write_kv(cache, key, value, torch.cat([slots_of(pages, at), torch.full((2,), -1)]))
-    for held, given in zip(split_kv(cache, ours=True), (key, value), strict=True):
-        assert torch.equal(held[pages[at // PAGE].long(), at % PAGE], given[:length])
+    for held, source in zip(split_kv(cache, ours=True), (key, value), strict=True):
+        assert torch.equal(held[pages[at // PAGE].long(), at % PAGE], source[:length])
     assert cache[[page for page in range(1, 7) if page not in pages]].isnan().all()
 
 
 @pytest.mark.parametrize(
     ("stored", "sinks", "window"), [(None, 4, 50), (EIGHT, 20, 64), (None, 0, 30), (None, 3, 1000)]
 )
-def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
+def test_streaming_layers_match_reference(engine, sinks, window):
     stream = EndPages(sinks, window)
     engine.layer.update(policy=PagedEnds((stream,)), plan=None)
     engine.builder._drops = engine.builder._exact = True
@@ -144,7 +144,7 @@ def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
         for i in range(len(q)):
             last = len(k) - len(q) + i
             seen = ((at < stream.sinks) | (at > last - stream.window)) & (at <= last)
-            # A learned logit is a key of no value.
+            # A learned logit is a key without a value.
             logits = torch.einsum("hd,khd->hk", q[i], k[seen].repeat_interleave(H // G, 1))
             both = torch.cat([logits * Parent.scale, SINKS[:, None]], dim=1)
             weights = both.softmax(1)[:, :-1]
@@ -153,59 +153,61 @@ def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
 
 
 @stored_as
-def test_layers_read_what_filter_layers_chose(engine):
+def test_layers_read_tokens_selected_by_filter_layers(engine):
     section = artifacts.OmniKV(**SECTION, budget=40, window=1)
     selector = Selector(section, range(4))
     engine.at_work.filter_decode = FilterDecode(selector, requests=4, longest=512)
-    # Decode, short and long; a prefill; drafts to verify, of two lengths.
+    # Decode, short and long; a prefill; drafts of two lengths to verify.
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
     metadata = engine.builder.build(0, common)
     chose: dict[int, Tensor] = {}
-    # Layer 0 attends to everything and chooses nothing.
+    # Layer 0 attends to all tokens and selects none.
     assert set(engine.at_work.filter_decode.roles) == {1, 2, 3}
     for number in (0, 1, 2, 3):
         outputs, inputs, _ = serve(engine, common, number=number, metadata=metadata)
         for request in (0, 3, 4, 5, 6):
             q, k, _ = inputs[request]
             if number == 1:
-                chose[request] = chosen_by(q, k, section)
+                chose[request] = select_tokens(q, k, section)
                 assert not chose[request].all()
             seen = None if number < 2 else chose[request].expand(G, -1)
-            torch.testing.assert_close(outputs[request], by_choice(inputs[request], seen), **CLOSE)
+            torch.testing.assert_close(
+                outputs[request], by_selection(inputs[request], seen), **CLOSE
+            )
     assert engine.at_work.counters.report()["decode"] == {"chosen": 5}
     assert engine.at_work.counters.tokens_read == 40
 
 
-def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine):
+def test_filter_layer_failure_makes_other_layers_dense(engine):
     selector = Selector(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2))
     engine.at_work.filter_decode = FilterDecode(selector, requests=1, longest=512)
-    (out,), (given,), _ = serve(engine, step((1, 300)), number=2)
-    torch.testing.assert_close(out, by_choice(given), **CLOSE)
+    (out,), (inputs,), _ = serve(engine, step((1, 300)), number=2)
+    torch.testing.assert_close(out, by_selection(inputs), **CLOSE)
     assert engine.at_work.counters.report()["fallbacks"] == {
         "filter layer 1 selected no tokens in this step": 1
     }
 
 
-def test_attention_sinks(engine):
+def test_attention_sinks_match_reference(engine):
     engine.impl.sinks = SINKS
-    (out,), (given,), _ = serve(engine, step((100, 200)))
-    torch.testing.assert_close(out, by_plan(engine.patterns, given, SINKS), **CLOSE)
+    (out,), (inputs,), _ = serve(engine, step((100, 200)))
+    torch.testing.assert_close(out, by_plan(engine.patterns, inputs, SINKS), **CLOSE)
 
 
-def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(engine, monkeypatch, caplog):
+def test_kernel_failure_makes_step_dense(engine, monkeypatch, caplog):
     def fails(*_, **__):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("runtime.vllm.forward.sparse_attention", fails)
     with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
         for _ in range(2):
-            (out,), (given,), _metadata = serve(engine, step((200, 200)))
-            torch.testing.assert_close(out, by_plan(DENSE, given), **CLOSE)
+            (out,), (inputs,), _metadata = serve(engine, step((200, 200)))
+            torch.testing.assert_close(out, by_plan(DENSE, inputs), **CLOSE)
     assert len(caplog.records) == 1 and "out of memory: no room" in caplog.text
     assert engine.at_work.counters.report()["fallbacks"] == {"out of memory": 2}
 
 
-def test_prompt_longer_than_measured_is_logged_once(engine, caplog):
+def test_prompt_longer_than_evidence_is_logged_once(engine, caplog):
     task = artifacts.TaskFigures(task="prose", length=200, prompts=2, kl=0.01)
     engine.at_work.artifact.evidence = artifacts.Evidence(tasks=(task,))
     with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
@@ -217,33 +219,33 @@ def test_prompt_longer_than_measured_is_logged_once(engine, caplog):
     assert "a prompt of 250 tokens is longer than the 200 up to which" in record.message
 
 
-def test_layers_of_vllm_are_the_parents_as_a_whole(engine, monkeypatch):
+def test_layers_not_owned_use_parent_forward(engine, monkeypatch):
     engine.layer.update(owned=False, plan=None)
-    asked: list[Any] = []
+    calls: list[Any] = []
 
-    def forward(self, *given):
-        asked.append(given)
-        return given[-1].fill_(1)
+    def forward(self, *args):
+        calls.append(args)
+        return args[-1].fill_(1)
 
     monkeypatch.setattr(Parent, "forward", forward)
     metadata = engine.builder.build(0, step((1, 40), (130, 300)))
     query, output = torch.randn(131, H, D), torch.zeros(131, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), metadata, output)
-    ((layer, given, *_),) = asked
-    assert layer is LAYER and given is query and output.min() == 1
+    ((layer, first_query, *_),) = calls
+    assert layer is LAYER and first_query is query and output.min() == 1
 
 
-def test_an_output_is_quantised_behind_our_kernels_or_refused(engine):
+def test_fused_output_quantization_is_rejected(engine):
     assert engine.impl.fused_output_quant_supported("fp8") is False
-    given = [LAYER, torch.randn(1, H, D), None, None, torch.empty(0), None, torch.empty(1, H, D)]
+    args = [LAYER, torch.randn(1, H, D), None, None, torch.empty(0), None, torch.empty(1, H, D)]
     with pytest.raises(artifacts.HeadwiseError, match="no quantised output from a layer served"):
-        engine.impl.forward(*given, output_scale=torch.ones(1))
+        engine.impl.forward(*args, output_scale=torch.ones(1))
 
 
 @pytest.mark.parametrize(
     "change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}]
 )
-def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(engine, change):
+def test_non_causal_step_uses_parent_or_is_rejected(engine, change):
     common = step((200, 200))
     for name, value in change.items():
         setattr(common, name, value)
@@ -254,7 +256,7 @@ def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(engine, cha
         assert not hasattr(engine.builder.build(0, common), "headwise")
 
 
-def test_an_index_of_a_chunk_is_built_from_the_pages(engine, monkeypatch):
+def test_chunk_index_is_built_from_pages(engine, monkeypatch):
     patterns = [
         make("vertical_slash", vertical=70, slash=70),
         make("block_sparse", blocks=2),
@@ -265,32 +267,30 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(engine, monkeypatch):
     seen: list[tuple[Tensor, Any]] = []
     build = LayerPlan.build
 
-    def noted(self, q, k, **given):
-        seen.append((k, given))
-        return build(self, q, k, **given)
+    def record(self, q, k, **kwargs):
+        seen.append((k, kwargs))
+        return build(self, q, k, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LayerPlan, "build", noted)
-        (out,), (given,), _ = serve(engine, step((100, 300)))
-    torch.testing.assert_close(out, by_plan(patterns, given), **CLOSE)
+        patch.setattr(LayerPlan, "build", record)
+        (out,), (inputs,), _ = serve(engine, step((100, 300)))
+    torch.testing.assert_close(out, by_plan(patterns, inputs), **CLOSE)
     ((held, options),) = seen
     assert held.shape[1:] == (PAGE, G, D) and not held.is_contiguous()
     assert options["k_len"] == 300 and options["block_table"].shape == (1, -(-300 // PAGE))
 
 
 @pytest.mark.parametrize(("longest", "wanted"), [(512, [(200, 512)]), (100, [])])
-def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
-    engine, monkeypatch, longest, wanted
-):
+def test_profiling_run_builds_index_of_longest_prompt(engine, monkeypatch, longest, wanted):
     engine.at_work.longest = longest
     built: list[tuple[int, int]] = []
     build = LayerPlan.build
 
-    def noted(self, q, k, **given):
-        built.append((q.shape[2], given["k_len"]))
-        return build(self, q, k, **given)
+    def record(self, q, k, **kwargs):
+        built.append((q.shape[2], kwargs["k_len"]))
+        return build(self, q, k, **kwargs)
 
-    monkeypatch.setattr(LayerPlan, "build", noted)
+    monkeypatch.setattr(LayerPlan, "build", record)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
     query, output = torch.randn(200, H, D).to(EIGHT), torch.ones(200, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, output)
@@ -309,7 +309,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_every_step_runs_the_same_operations(engine):
+def test_steps_run_the_same_operations(engine):
     common = step((200, 200))
     runs = []
     for _ in range(34):
@@ -320,12 +320,12 @@ def test_every_step_runs_the_same_operations(engine):
         with Operations() as ran:
             engine.impl.forward(LAYER, *inputs, cache, metadata, output)
         runs.append(ran.names)
-    # The first one makes what all shapes alike share.
+    # The first run creates state that all shapes share.
     assert all(run == runs[1] for run in runs[2:])
     assert engine.at_work.counters.report()["prefills"] == {"sparse": 34}
 
 
-def test_counters_run_no_operation():
+def test_counters_run_no_torch_operations():
     counters = Counters()
     with Operations() as ran:
         counters.step([("sparse", 200), ("short", 10)], [40, 60])
@@ -340,7 +340,7 @@ def test_counters_run_no_operation():
     }
 
 
-def test_prefills_are_logged_each_time_their_number_has_doubled(caplog):
+def test_prefills_are_logged_when_their_count_doubles(caplog):
     counters = Counters()
     with caplog.at_level(logging.INFO, logger="vllm.headwise"):
         for _ in range(7):
@@ -356,7 +356,7 @@ def test_prefills_are_logged_each_time_their_number_has_doubled(caplog):
 
 
 def peak_memory(run: Callable[[], Any]) -> int:
-    """Most bytes that torch has allocated at a time in `run`, beyond those before."""
+    """Return the peak bytes that torch allocates during `run`."""
     with torch.profiler.profile(profile_memory=True) as profile:
         run()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
@@ -411,7 +411,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-def test_the_largest_step_takes_no_more_memory_than_the_profiling_run(engine, layer, monkeypatch):
+def test_largest_step_allocates_no_more_than_profiling_run(engine, layer, monkeypatch):
     common = layer(engine)
     engine.at_work.longest = 1024
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
@@ -422,7 +422,7 @@ def test_the_largest_step_takes_no_more_memory_than_the_profiling_run(engine, la
     def profile_memory():
         engine.impl.forward(LAYER, query, None, None, nothing, None, output)
 
-    # A first run builds kernels and makes what all steps share.
+    # A first run builds kernels and shared state.
     profile_memory()
     rehearsed = peak_memory(profile_memory)
     metadata = engine.builder.build(0, common)
@@ -431,9 +431,9 @@ def test_the_largest_step_takes_no_more_memory_than_the_profiling_run(engine, la
     cache = torch.zeros(int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D)
 
     def serve_step():
-        given = LAYER, query[:tokens], key, value, cache, metadata, output[:tokens]
-        engine.impl.forward(*given)
+        args = LAYER, query[:tokens], key, value, cache, metadata, output[:tokens]
+        engine.impl.forward(*args)
 
     taken = peak_memory(serve_step)
-    # Beside it a log-sum-exp of each query, and the output that decode is copied from.
+    # Extra memory: a log-sum-exp per query, and the output that decode is copied from.
     assert taken <= rehearsed + 4 * tokens * H + output.nbytes * tokens // 256
