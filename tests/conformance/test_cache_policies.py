@@ -103,7 +103,7 @@ every_policy = pytest.mark.parametrize("case", CASES, ids=str)
 policies_that_drop = pytest.mark.parametrize("case", DROPPING, ids=str)
 
 
-def test_every_policy_is_here():
+def test_every_policy_has_a_case():
     assert {case.record.kind for case in CASES} == set(POLICIES) == set(DEFINITIONS)
 
 
@@ -137,7 +137,7 @@ SIZES = [(1,), (8,), (33, 1), (17, 20, 1, 1, 3), (25, 5, 25, 1), (N,)]
     ],
     ids=str,
 )
-def test_attention_and_memory_are_those_of_the_definition(case, sizes, heads, build, keeping, ids):
+def test_policy_attention_and_memory_equal_definition(case, sizes, heads, build, keeping, ids):
     model = case.build(build, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     tokens = ids(N, batch=2)
     with defined(model, case.rule, sizes) as kept:
@@ -156,7 +156,7 @@ def test_attention_and_memory_are_those_of_the_definition(case, sizes, heads, bu
 
 
 @every_policy
-def test_sequences_of_unlike_lengths_are_served_as_each_alone(case, build, keeping, ids):
+def test_policy_batch_of_different_lengths_equals_each_sequence(case, build, keeping, ids):
     model = case.build(build)
     prompts = [ids(n, seed=seed)[0] for seed, n in enumerate((40, 40, 17, 5, 1))]
     tokens = torch.zeros(len(prompts), 40, dtype=torch.long)
@@ -177,7 +177,7 @@ def test_sequences_of_unlike_lengths_are_served_as_each_alone(case, build, keepi
 
 
 @every_policy
-def test_beams_score_as_one_sequence_by_itself(case, build, keeping, ids):
+def test_policy_beam_scores_equal_single_sequence(case, build, keeping, ids):
     model = case.build(build)
     prompt = ids(30)
     with keeping(model, case.record).apply(model) as handle:
@@ -196,7 +196,7 @@ def test_beams_score_as_one_sequence_by_itself(case, build, keeping, ids):
 
 
 @every_policy
-def test_tokens_are_taken_back_or_the_crop_is_refused(case, build, keeping, ids):
+def test_policy_crop_removes_tokens_or_is_rejected(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(12)
     other = ids(30, seed=1)
@@ -219,7 +219,7 @@ def test_tokens_are_taken_back_or_the_crop_is_refused(case, build, keeping, ids)
 
 
 @policies_that_drop
-def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, keeping, ids):
+def test_policy_crop_after_eviction_is_rejected(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(17)
     with keeping(model, case.record).apply(model) as handle:
@@ -238,9 +238,7 @@ def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, kee
 
 
 @every_policy
-def test_tokens_are_taken_back_from_the_last_call_while_past_states_are_recorded(
-    case, build, keeping, ids
-):
+def test_policy_crop_of_last_call_works_while_past_states_are_recorded(case, build, keeping, ids):
     """As in assisted decoding: drafts behind the prompt, then behind a token."""
     model = case.build(build)
     tokens = ids(60)
@@ -263,7 +261,7 @@ def test_tokens_are_taken_back_from_the_last_call_while_past_states_are_recorded
 
 
 @every_policy
-def test_drafts_of_a_padded_batch_are_taken_back(case, build, keeping, ids):
+def test_policy_crop_of_padded_batch_removes_drafts(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(40, batch=3)
     real = real_from(40, 0, 11, 30)
@@ -316,7 +314,7 @@ def test_assisted_decoding_verifies_drafts_in_calls_of_the_accepted_tokens(
     ids=["copy", "pickle", "inference mode"],
 )
 @every_policy
-def test_a_copy_and_a_cache_of_inference_mode_go_on_alone(case, again, build, keeping, ids):
+def test_policy_copy_and_inference_mode_cache_are_independent(case, again, build, keeping, ids):
     model = case.build(build)
     tokens = ids(50)
     with keeping(model, case.record).apply(model) as handle:
@@ -337,7 +335,7 @@ def test_a_copy_and_a_cache_of_inference_mode_go_on_alone(case, again, build, ke
 
 @pytest.mark.parametrize("mine", [0, 1])
 @pytest.mark.parametrize("case", [case for case in CASES if not case.sliding], ids=str)
-def test_a_kv_head_is_served_as_in_a_layer_of_its_own(case, mine, build, keeping, ids):
+def test_policy_kv_head_equals_separate_layer(case, mine, build, keeping, ids):
     model = build(num_hidden_layers=1)
     tokens = ids(60, batch=2)
     other = Streaming(sinks=2, window=9, positions="original")
@@ -370,7 +368,7 @@ def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
 
 @pytest.mark.parametrize("sizes", [(600,), (200,), (550, 1)], ids=str)
 @every_policy
-def test_memory_is_that_of_the_tokens_kept(case, sizes, build, keeping, ids):
+def test_policy_memory_equals_retained_tokens(case, sizes, build, keeping, ids):
     model = case.build(build)
     # Keys and values of 64 fp32 numbers in 2 KV heads.
     token = 2 * 2 * 64 * 4
@@ -408,7 +406,7 @@ def attend(policy: Any, n: int) -> None:
 
 
 @every_policy
-def test_a_thousand_steps_leave_nothing_behind(case, build):
+def test_policy_thousand_steps_leak_no_memory(case, build):
     policy = policy_of(case, build)
     attend(policy, 100)
     moved = 0
@@ -433,7 +431,7 @@ def test_a_thousand_steps_leave_nothing_behind(case, build):
 
 
 @every_policy
-def test_a_step_writes_its_own_rows_only(case, build):
+def test_policy_step_writes_only_its_rows(case, build):
     """No step copies all tokens: beside its own row and sinks at most the dropped one's change."""
     policy = policy_of(case, build)
     attend(policy, 300)
@@ -453,7 +451,7 @@ def test_a_step_writes_its_own_rows_only(case, build):
 
 
 @every_policy
-def test_backends_and_dtypes_agree(case, build, keeping, ids):
+def test_policy_backends_and_dtypes_agree(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(60)
     found = []
@@ -483,7 +481,7 @@ def test_backends_and_dtypes_agree(case, build, keeping, ids):
     ],
     ids=lambda record: record.kind,
 )
-def test_a_softcap_goes_into_output_and_scores(record, build, keeping, ids):
+def test_policy_softcap_applies_to_output_and_scores(record, build, keeping, ids):
     model = build("Gemma2", layer_types=["full_attention"] * 2)
     tokens = ids(60)
     with keeping(model, record).apply(model) as handle:

@@ -113,7 +113,7 @@ def test_attention(target, dim, variant, dtype):
 @pytest.mark.parametrize(
     ("dim", "dtype"), [(512, HALF), (128, torch.float32), (256, torch.float32)]
 )
-def test_whatever_is_served_fits_the_device(target, dim, dtype):
+def test_supported_attention_fits_the_device(target, dim, dtype):
     """Beyond 256, and in float32, registers may spill."""
     case = sized(VARIANTS[PAIRED], dim, dtype)
     built = compiled(launched(target, case)[1], target)
@@ -179,7 +179,7 @@ def test_means_of_tiles(target, dim):
 
 
 @pytest.mark.parametrize("target", sampled(list(TARGETS), "sm_90"))
-def test_tables_of_unlike_heads_and_a_choice_for_unlike_sequences(target):
+def test_tables_and_top_k_of_mixed_sizes(target):
     entries = torch.zeros(1, 4, 2, dtype=torch.int32)
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
@@ -247,7 +247,7 @@ def test_decode(target, dim, name, dtype):
     assert split.waits(target) is None
 
 
-def test_a_growing_cache_compiles_nothing_new():
+def test_growing_cache_triggers_no_compilation():
     """Sizes that change from step to step are neither constants nor looked at for divisibility."""
 
     def launches(length, chosen):

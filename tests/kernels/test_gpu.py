@@ -107,7 +107,7 @@ def exact_reference():
 
 
 @pytest.mark.parametrize(("name", "dtype"), core(RUNS, *CORE), ids=str)
-def test_kernel_agrees_with_the_reference(name, dtype):
+def test_attention_kernel_matches_reference(name, dtype):
     case = replace(CASES[name], dtype=dtype)
     if not serves(
         architecture(DEVICE), dim=max(case.head_dim, case.v_dim), itemsize=dtype.itemsize
@@ -133,7 +133,7 @@ def test_kernel_agrees_with_the_reference(name, dtype):
 
 
 @pytest.mark.core
-def test_auto_takes_triton_and_repeats_to_the_bit():
+def test_auto_selects_triton_and_is_bitwise_reproducible():
     torch.manual_seed(0)
     q = torch.randn(1, 8, 3000, 128, dtype=torch.bfloat16, device=DEVICE)
     k, v = (torch.randn(1, 2, 3000, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
@@ -153,7 +153,7 @@ def test_auto_takes_triton_and_repeats_to_the_bit():
 
 @pytest.mark.core
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (9, 3, 64), (4, 1, 256)])
-def test_gradients_agree_with_the_reference_and_repeat_to_the_bit(heads, kv_heads, dim):
+def test_gradients_match_reference_and_are_bitwise_reproducible(heads, kv_heads, dim):
     """torch's FlashAttention, which a search's backward pass takes."""
     torch.manual_seed(0)
     q, grad_out = torch.randn(2, 1, heads, 1000, dim, device=DEVICE).bfloat16()
@@ -200,7 +200,7 @@ ESTIMATES = {
     ),
     ids=str,
 )
-def test_estimate_agrees_with_torch(name, dtype):
+def test_estimate_matches_torch(name, dtype):
     case = (builder_cases.ESTIMATES | ESTIMATES)[name]
     error = builder_cases.estimate_error(replace(case, dtype=dtype), DEVICE)
     assert error <= 10 * builder_cases.ERROR
@@ -227,12 +227,12 @@ BUILDERS = [
         "tables, 2 query tiles, window 300",
     ),
 )
-def test_builders_give_what_torch_gives(name):
+def test_builders_match_torch(name):
     most = builder_cases.ERROR if name in builder_cases.MEANS else 0
     assert builder_cases.error(name, DEVICE) <= most
 
 
-def test_estimate_repeats_to_the_bit_and_keeps_no_attention():
+def test_estimate_is_bitwise_reproducible_and_stores_no_attention():
     torch.manual_seed(0)
     q = torch.randn(1, 32, 200, 128, dtype=torch.bfloat16, device=DEVICE)
     k = torch.randn(1, 8, 100_000, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -269,7 +269,7 @@ def no_waiting() -> Iterator[None]:
     ids=["plain", "one sequence", "padded", "packed"],
 )
 @pytest.mark.parametrize("window", [None, 300])
-def test_no_call_waits_for_the_gpu(ragged, window):
+def test_calls_do_not_synchronize_with_the_gpu(ragged, window):
     """Neither index nor attention, on the first call or later ones: caches may differ by then."""
     q = torch.randn(1, 5, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
     k = q[:, :1]
@@ -285,7 +285,7 @@ def test_no_call_waits_for_the_gpu(ragged, window):
             sparse_attention(q, k, k, index, backend="triton", out=torch.empty_like(q))
 
 
-def test_numbers_copied_on_one_stream_are_right_on_another():
+def test_numbers_copied_on_one_stream_are_correct_on_another():
     """The copy is late, and nobody waits for it on the host."""
     values = tuple(range(1000, 1500))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
@@ -301,7 +301,7 @@ def test_numbers_copied_on_one_stream_are_right_on_another():
     assert read.tolist() == list(values)
 
 
-def test_numbers_first_copied_in_a_graph_are_right_at_each_replay():
+def test_numbers_first_copied_in_a_graph_are_correct_at_each_replay():
     values = tuple(range(2000, 2500))
     copies._copied.cache_clear()
     graph = torch.cuda.CUDAGraph()
@@ -317,7 +317,7 @@ def test_numbers_first_copied_in_a_graph_are_right_at_each_replay():
         assert read.tolist() == list(values) and not any(other.any() for other in others)
 
 
-def test_dense_index_is_causal_attention_at_long_length():
+def test_dense_index_at_long_length_equals_causal_attention():
     torch.manual_seed(0)
     length = 32_768
     q = torch.randn(1, 2, length, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -339,7 +339,7 @@ def vast_cache():
     return cache.transpose(1, 2)
 
 
-def test_offsets_beyond_two_billion_elements(vast_cache):
+def test_offsets_beyond_two_billion_elements_are_correct(vast_cache):
     heads, length, dim = vast_cache.shape[1:]
     k = v = vast_cache
     q = torch.randn(1, heads, 100, dim, dtype=torch.bfloat16, device=DEVICE)

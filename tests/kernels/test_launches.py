@@ -128,7 +128,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_launches_little_waits_for_nothing_and_allocates_no_square(name):
+def test_call_launches_few_kernels_without_waits_or_square_buffers(name):
     call, bars = CALLS[name]
     # From queries, keys and values to the output of a layer, whatever kinds its heads are of.
     assert all(sum(bar) <= 10 for bar in bars)
@@ -147,7 +147,7 @@ def test_a_call_launches_little_waits_for_nothing_and_allocates_no_square(name):
         assert shorter[0].ours == kernels
 
 
-def test_what_waits_and_what_is_made_is_counted():
+def test_counter_counts_waits_and_allocations():
     with counting() as counts:
         x = torch.zeros(100)
         x.view(10, 10).T.add_(1)
@@ -160,7 +160,7 @@ def test_what_waits_and_what_is_made_is_counted():
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("patterns", [BY_NUMBER, EVERY])
-def test_nothing_as_large_as_the_past_is_made(patterns, monkeypatch):
+def test_short_chunk_allocates_nothing_as_large_as_the_past(patterns, monkeypatch):
     """By a short chunk on it, but for torch's scratch, which does not grow: here it is small."""
     monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 512)
     monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1 << 16})

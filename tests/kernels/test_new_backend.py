@@ -115,17 +115,17 @@ CASES = (attention, decode, gradient, estimate, means, tiles, select, top_k, evi
 
 
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases.__name__)
-def test_a_backend_of_one_line_serves_the_cases_of_every_op(cases, added):
+def test_one_line_backend_passes_the_cases_of_every_op(cases, added):
     cases()
     assert added.served[cases.__name__] > 0
 
 
-def test_the_cases_are_of_all_ops():
+def test_cases_cover_all_ops():
     assert {cases.__name__ for cases in CASES} == set(OPS) == set(toy.OPS.values())
     assert all(backend.ops.keys() <= set(OPS) for backend in BACKENDS.values())
 
 
-def test_a_new_backend_is_known_by_its_name_and_taken_by_auto(added):
+def test_new_backend_is_registered_by_name_and_selected_by_auto(added):
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
     index = dense_index(1, 2, 70, 70, q.device)
     expected = sparse_attention(q, k, v, index, backend="reference")
@@ -147,7 +147,7 @@ def test_a_new_backend_is_known_by_its_name_and_taken_by_auto(added):
 @pytest.mark.parametrize(
     ("name", "op"), [(name, op) for name, backend in BACKENDS.items() for op in backend.ops]
 )
-def test_what_serves_an_op_has_supports_and_run(name, op):
+def test_op_backend_has_supports_and_run(name, op):
     """Both take a call; what else `run` takes has a default."""
     served = registry.implementation(op, name)
     for function in (served.supports, served.run):
@@ -158,7 +158,7 @@ def test_what_serves_an_op_has_supports_and_run(name, op):
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
-def test_a_backend_is_asked_once_a_call(backend, monkeypatch):
+def test_backend_support_is_checked_once_per_call(backend, monkeypatch):
     asked = []
     for op in ("attention", "decode"):
         served = registry.implementation(op, "cpu")

@@ -90,7 +90,7 @@ def csr_offsets(distances: set[int], k_len: int) -> set[int]:
 @pytest.mark.parametrize(
     ("vertical", "slash", "last_q"), [(1, 1, 64), (100, 90, 20), (9999, 9999, 20)]
 )
-def test_vertical_slash_takes_the_fewest_that_hold_the_share(
+def test_vertical_slash_selects_fewest_for_coverage(
     q_len, k_len, window, share, vertical, slash, last_q
 ):
     """What lies beyond the window has no mass; where there is none beside it, the first go."""
@@ -135,7 +135,7 @@ def tile_masses(q: Tensor, k: Tensor, reach: int) -> dict[int, dict[int, float]]
     ],
 )
 @pytest.mark.parametrize("share", [None, 0.5, 1.0])
-def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len, k_len, window, share):
+def test_block_sparse_selects_fewest_for_coverage(q_len, k_len, window, share):
     q, k = problem(q_len, k_len)
     sizes = (1, 4, 5, 99)
     patterns = [make("block_sparse", blocks=n, coverage=share) for n in sizes]
@@ -155,7 +155,7 @@ def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len, k_len, window,
 
 
 @pytest.mark.usefixtures("builder")
-def test_all_of_the_mass_is_all_that_has_any():
+def test_full_coverage_selects_all_nonzero_mass():
     """Keys that weigh 0 in fp32 but for a few in tiles 1, 2 and 4; and but for tile 2."""
     q, k = torch.ones(1, 2, 500, 16), torch.full((1, 1, 500, 16), -100.0)
     k[:, :, [70, 71, 140, 300]] = 0.1
@@ -177,7 +177,7 @@ def test_all_of_the_mass_is_all_that_has_any():
 @pytest.mark.usefixtures("builder")
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_top_k_indices(data):
+def test_top_k_indices_match_definition(data):
     """Native code and torch alike: ties, entries not to be taken, forced ones, shares."""
     n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
     # Sixteenths add up exactly, in whatever order.
@@ -224,7 +224,7 @@ def test_top_k_indices(data):
 
 
 @pytest.mark.usefixtures("builder")
-def test_negative_scores_and_not_a_number():
+def test_top_k_indices_with_negative_and_nan_scores():
     scores = torch.tensor([[[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]]])
     assert top_k_indices(scores, [4], [None], forced=0).tolist() == [[[2, 3, 4, 5]]]
     scores = torch.tensor([[[float("nan"), 1.0, 2.0, 3.0]]])
@@ -235,7 +235,7 @@ def test_negative_scores_and_not_a_number():
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (100, 300)])
-def test_estimate_of_any_heads(q_len, k_len, window):
+def test_estimate_of_any_heads_matches_definition(q_len, k_len, window):
     """Heads in any order, of unlike last_q, on some of the KV heads; keys of every layout."""
     torch.manual_seed(k_len)
     q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
@@ -251,7 +251,7 @@ def test_estimate_of_any_heads(q_len, k_len, window):
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("bytes_of_scratch", [1, 1 << 12])
-def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monkeypatch):
+def test_build_of_head_is_independent_of_other_heads_and_memory(bytes_of_scratch, monkeypatch):
     """Heads of one size are built together, some at a time, and put back in their places."""
     patterns = [
         make("vertical_slash", vertical=90, slash=100),
@@ -275,7 +275,7 @@ def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monk
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_and_strides_are_read_right(dtype):
+def test_build_with_half_precision_and_strides_is_correct(dtype):
     """Keys far beyond rounding: 16 bits and a transposed view choose the same."""
     torch.manual_seed(0)
     q = torch.randn(1, 2, 300, 16).abs()
@@ -291,7 +291,7 @@ def test_half_precision_and_strides_are_read_right(dtype):
     assert torch.equal(rounded.to_mask(), exact.to_mask())
 
 
-def test_a_prepared_builder_gives_what_a_fresh_one_gives():
+def test_prepared_builder_equals_fresh_builder():
     q, k = problem(300, 450)
     inputs = Inputs([1, 3], q, k, 0.25)
     for kind, entry in KINDS_DRAWN.items():
@@ -302,7 +302,7 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives():
 
 
 @pytest.mark.usefixtures("builder")
-def test_of_equals_the_first_are_taken():
+def test_build_with_ties_selects_the_first():
     """Rows of tiles that score alike; columns and diagonals that weigh the same."""
     q, k = torch.zeros(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
     plan = LayerPlan(
@@ -316,7 +316,7 @@ def test_of_equals_the_first_are_taken():
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])
-def test_a_build_reads_no_data_back(q_len, k_len):
+def test_build_reads_no_data_back(q_len, k_len):
     """Tensors without data, which nobody can wait for, give an index of the same shapes."""
     plan = LayerPlan(LAYER, 2)
     q, k = problem(q_len, k_len, heads=len(LAYER))
@@ -333,7 +333,7 @@ def test_a_build_reads_no_data_back(q_len, k_len):
         ("a_shape", {"sink": 1024, "window": 4096}),
     ],
 )
-def test_an_index_of_a_million_tokens_is_small(kind, sizes):
+def test_index_of_a_million_tokens_is_small(kind, sizes):
     length = 1 << 20
     q, k = (
         torch.empty(1, heads, length, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8)
@@ -357,7 +357,7 @@ def test_an_index_of_a_million_tokens_is_small(kind, sizes):
         ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": True}, "at most 1, got True"),
     ],
 )
-def test_make_names_what_is_wrong(kind, sizes, message):
+def test_make_error_names_the_fault(kind, sizes, message):
     with pytest.raises(ValueError, match=message):
         make(kind, **sizes)
 
@@ -375,7 +375,7 @@ def test_make_names_what_is_wrong(kind, sizes, message):
         ({"q": (2, 4, 5, 8)}, "q and k must share batch and head dim"),
     ],
 )
-def test_plan_names_what_does_not_fit(change, message):
+def test_plan_error_names_the_mismatch(change, message):
     given = {"heads": 4, "kv_heads": 2, "q": (1, 4, 5, 8)} | change
     with pytest.raises(ValueError, match=message):
         plan = LayerPlan([make("dense")] * given["heads"], given["kv_heads"])

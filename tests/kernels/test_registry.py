@@ -26,7 +26,7 @@ def nothing_known(monkeypatch):
     monkeypatch.setattr(registry, "log_once", cache(registry.log_once.__wrapped__))
 
 
-def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
+def test_failed_build_is_tried_once(monkeypatch, caplog):
     """A CPU in place of a GPU: its fastest backend fails as a Triton build does."""
     tried = []
 
@@ -58,7 +58,7 @@ def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError(), RuntimeError("Triton Error [CUDA]: illegal memory access")]
 )
-def test_what_a_device_reports_is_no_build_that_failed(error):
+def test_device_error_is_not_a_build_failure(error):
     with pytest.raises(type(error)) as raised, build_guard("here"):
         raise error
     assert not isinstance(raised.value, CannotBuildError) and build_failure("here") is None
@@ -92,7 +92,7 @@ def attend(**how: Any) -> torch.Tensor:
     )
 
 
-def test_a_variant_that_fails_takes_no_other_with_it(builds):
+def test_failed_variant_leaves_other_variants_usable(builds):
     tried = builds(lambda constants: "H" in constants and constants["H"].window)
     for _ in range(2):
         # Another backend serves these, each time; and Triton the others, which nobody computes
@@ -108,7 +108,7 @@ def test_a_variant_that_fails_takes_no_other_with_it(builds):
         attend(window=5, backend="triton")
 
 
-def test_decode_that_fails_with_scores_serves_without(builds):
+def test_decode_failing_with_scores_still_runs_without_scores(builds):
     builds(lambda constants: bool(constants.get("KEEP")))
     x = torch.randn(1, 2, 70, 16)
     found, expected = (
@@ -118,7 +118,7 @@ def test_decode_that_fails_with_scores_serves_without(builds):
     assert decode_triton.supports(Operands(x, x, x)) is None
 
 
-def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(builds):
+def test_prompt_sums_that_do_not_build_use_another_backend(builds):
     builds(lambda constants: "QUERIES" in constants)
     x = torch.randn(1, 2, 30, 16)
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(builds):
         decode_attention(x, x, x, scores="sum", backend="triton")
 
 
-def test_where_the_least_fails_nothing_is_tried_again(builds):
+def test_failed_minimal_variant_is_not_retried(builds):
     tried = builds(lambda constants: "H" in constants)
     for window in (None, 5):
         torch.testing.assert_close(

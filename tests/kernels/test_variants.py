@@ -79,14 +79,14 @@ AVX2 = ("-march=x86-64-v3", "avx2")
 @pytest.mark.parametrize(
     ("flags", "needs"), [AVX2, ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")]
 )
-def test_other_instruction_sets(flags, needs):
+def test_other_instruction_sets_pass(flags, needs):
     """AVX2 with FMA, plain x86-64, and AVX-512 without its bf16 instructions."""
     skip_without(needs)
     conform(flags)
 
 
 @pytest.mark.slow
-def test_avx2_where_the_processor_has_more():
+def test_avx2_on_newer_processor_passes():
     """Elsewhere it is what all the other tests run."""
     skip_without("avx512f")
     conform(AVX2[0], FEW)
@@ -94,7 +94,7 @@ def test_avx2_where_the_processor_has_more():
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_sanitizers():
+def test_sanitizers_report_nothing():
     """Addresses and undefined behaviour, with heap blocks filled with NaN."""
     if reason := build.load():
         pytest.skip(reason)
@@ -120,7 +120,7 @@ def test_sanitizers():
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_emulated_tiles():
+def test_emulated_tiles_pass():
     """AMX's engine where there is no AMX; what is emulated is tested below."""
     skip_without("avx512_bf16")
     printed = conform(
@@ -172,7 +172,7 @@ def compiled(folder: Path, *flags: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("has_bf16")
-def test_the_instructions_are_those_of_a_product(tmp_path):
+def test_tile_instructions_are_those_of_a_product(tmp_path):
     """The order of operands, and that flags for AVX-512 alone are enough."""
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not installed")
@@ -193,7 +193,7 @@ def test_the_instructions_are_those_of_a_product(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("has_bf16")
-def test_emulated_products_are_those_of_the_manual(tmp_path):
+def test_emulated_products_match_the_manual(tmp_path):
     torch.manual_seed(0)
     library = ctypes.CDLL(str(compiled(tmp_path, "-DHEADWISE_EMULATE_TILES")))
     a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 16).bfloat16()
@@ -207,7 +207,7 @@ def test_emulated_products_are_those_of_the_manual(tmp_path):
     assert torch.equal(c[3].double(), expected[3])
 
 
-def test_a_processor_without_tiles_says_so():
+def test_processor_without_tiles_reports_it():
     reason = cpu.why_no_tiles()
     assert ("amx" in cpu.engines(torch.bfloat16)) is (reason is None)
     if torch.ops.headwise.why_no_tiles():

@@ -59,13 +59,13 @@ def options(model: Path, *more: str) -> list[str]:
     return ["--model", str(model), *rest, *more]
 
 
-def test_an_artifact_that_loses_nothing_passes(exact, tiny_model, capsys):
+def test_gate_lossless_artifact_passes(exact, tiny_model, capsys):
     assert main(["gate", str(exact), *options(tiny_model)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("passes: text holds (perplexity ") and "KL 0.000" in second
 
 
-def test_too_few_right_answers_prove_nothing(exact, fine_tune, tmp_path, capsys):
+def test_gate_with_too_few_correct_answers_proves_nothing(exact, fine_tune, tmp_path, capsys):
     """A random model gets none right: that nothing is lost says nothing."""
     out = tmp_path / "new.yaml"
     record = tmp_path / "record.json"
@@ -82,7 +82,7 @@ def test_too_few_right_answers_prove_nothing(exact, fine_tune, tmp_path, capsys)
     assert task["task"] == "passkey" and "contexts" not in task
 
 
-def test_one_that_loses_more_than_allowed_fails_names_the_worst_heads_and_is_not_written(
+def test_gate_lossy_artifact_fails_with_worst_heads_and_writes_nothing(
     poor, tiny_model, tmp_path, capsys
 ):
     record = tmp_path / "record.json"
@@ -100,7 +100,7 @@ def test_one_that_loses_more_than_allowed_fails_names_the_worst_heads_and_is_not
     assert main(["gate", str(poor), *options(tiny_model, *wide)]) == 0
 
 
-def test_what_grows_is_judged_at_the_length_of_the_prompts(tiny_model, tmp_path):
+def test_gate_evaluates_growing_patterns_at_prompt_length(tiny_model, tmp_path):
     """Windows that are a tile at 64 tokens and all of the prompt at 700 lose nothing there."""
     grown = artifact_of(tiny_model, tmp_path / "grown.yaml", NARROW, length=64)
     assert main(["gate", str(grown), *options(tiny_model)]) == 0
@@ -119,7 +119,7 @@ def fine_tune(tiny_model, tmp_path_factory):
     return folder
 
 
-def test_one_that_passes_is_written_for_a_fine_tune(exact, fine_tune, tmp_path, capsys):
+def test_gate_passing_artifact_is_written_for_fine_tune(exact, fine_tune, tmp_path, capsys):
     out = tmp_path / "new.yaml"
     source = tmp_path / "old.yaml"
     former = artifacts.load(exact)
@@ -144,7 +144,7 @@ def test_one_that_passes_is_written_for_a_fine_tune(exact, fine_tune, tmp_path, 
     assert main(["gate", str(out), *options(fine_tune)]) == 0
 
 
-def test_what_an_import_leaves_open_is_filled_in(exact, tiny_model, tmp_path):
+def test_gate_fills_in_fields_missing_from_an_import(exact, tiny_model, tmp_path):
     source = tmp_path / "imported.yaml"
     out = tmp_path / "new.yaml"
     whole = artifacts.load(exact)
@@ -156,7 +156,7 @@ def test_what_an_import_leaves_open_is_filled_in(exact, tiny_model, tmp_path):
     assert filled.model == whole.model and not filled.model.unknown and filled.decode == section
 
 
-def test_another_shape_is_no_fine_tune(exact, tmp_path):
+def test_gate_rejects_fine_tune_of_another_shape(exact, tmp_path):
     other = save_tiny(tmp_path / "other", num_hidden_layers=2)
     says = r"is no fine-tune of .*: num_layers is 3 in the artifact, 2 in it"
     with pytest.raises(HeadwiseError, match=says):
@@ -203,7 +203,7 @@ def retrieving(
 @pytest.mark.exhaustive
 @pytest.mark.model
 @pytest.mark.parametrize(("model", "unseen"), [("smollm2", True), ("gemma3", False)])
-def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
+def test_gate_fails_on_lost_answers_even_if_means_pass(model, unseen, tmp_path):
     """A searched artifact passes; with a window for one head that retrieves it fails.
 
     `unseen`: by the mean KL over tokens spread over all prompts and by perplexity it would pass.

@@ -42,9 +42,7 @@ from tests.tiny_text_model import save_tokenizer
 TRAITS = ("Llama", "Phi3", "Gemma2", "Gemma3", "GptOss", "GPTNeoX", "Qwen3Moe", "Exaone4", "Llama4")
 
 
-def test_writes_a_pair_and_the_picture_and_scores_are_what_the_artifact_has_on_the_prompt(
-    tiny_model, tmp_path
-):
+def test_heads_writes_pair_and_picture_and_scores_match_the_artifact(tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
     run(PaperSearch(model=str(tiny_model), out=out, dense_tail=64, **PAPER))
     artifact, arrays = artifacts.load_pair(out)
@@ -58,7 +56,7 @@ def test_writes_a_pair_and_the_picture_and_scores_are_what_the_artifact_has_on_t
         np.testing.assert_allclose(arrays[f"chosen.{name}"], getattr(measured, name), atol=1e-5)
 
 
-def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head):
+def test_heads_selects_smallest_error_within_budget(by_head):
     artifact, arrays = artifacts.load_pair(by_head)
     errors = [
         values
@@ -77,7 +75,7 @@ def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head):
 
 
 @pytest.mark.slow
-def test_killed_in_mid_search_goes_on_and_finds_the_same(by_head, tiny_model, tmp_path, capsys):
+def test_heads_killed_search_resumes_with_the_same_result(by_head, tiny_model, tmp_path, capsys):
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
     options = "--preset paper --length 1000 --budget 0.6 --dtype float32 --task passkey"
@@ -100,7 +98,7 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(by_head, tiny_model, tm
 
 @pytest.mark.parametrize("family", sampled(FAMILIES, *TRAITS))
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_found_for_an_architecture_serves_it(family, tmp_path):
+def test_heads_result_runs_on_each_architecture(family, tmp_path):
     model = tiny_of_family(family, vocab_size=260)
     out = tmp_path / "cfg.yaml"
     model.save_pretrained(tmp_path / "model")
@@ -120,7 +118,7 @@ def test_what_is_found_for_an_architecture_serves_it(family, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_search_where_layers_share_keys_and_values_serves_all_of_them(tmp_path):
+def test_search_with_shared_kv_layers_covers_all_of_them(tmp_path):
     """Also Gemma 4's layers whose queries transformers cuts to those whose logits are asked for."""
     model = tiny_of_family(
         "Gemma4", vocab_size=260, vocab_size_per_layer_input=260, **GEMMA4_SHARED
@@ -152,7 +150,7 @@ def test_search_where_layers_share_keys_and_values_serves_all_of_them(tmp_path):
             main(words)
 
 
-def test_kernels_that_do_not_compile_are_told_in_one_line(tiny_model, monkeypatch, capfd):
+def test_search_with_failing_kernel_build_reports_one_line(tiny_model, monkeypatch, capfd):
     loaded = load_model(str(tiny_model), dtype="float32")
     model = fingerprint(loaded.model, name=loaded.name)
     monkeypatch.setenv("CXX", "false")
@@ -175,7 +173,7 @@ def test_kernels_that_do_not_compile_are_told_in_one_line(tiny_model, monkeypatc
     assert capfd.readouterr().err == ""
 
 
-def test_serving_backend_asks_each_backend_once_and_raises_what_is_no_build_failure(
+def test_serving_backend_checks_each_backend_once_and_raises_other_errors(
     tiny_model, monkeypatch, capfd
 ):
     loaded = load_model(str(tiny_model), dtype="float32")
@@ -202,7 +200,7 @@ def loaded(tiny_model):
     return load_model(str(tiny_model), dtype="float32")
 
 
-def test_demo_searches_applies_and_ends_with_key_and_picture(tiny_model, loaded, tmp_path, capsys):
+def test_demo_searches_applies_and_prints_key_and_picture(tiny_model, loaded, tmp_path, capsys):
     # A random model has no head that can do without much.
     limits = Limits(max_kl=100, max_perplexity=100, max_nll=100, max_lost=1)
     out = tmp_path / "demo" / "cfg.yaml"
@@ -231,14 +229,14 @@ def test_demo_searches_applies_and_ends_with_key_and_picture(tiny_model, loaded,
     assert out.with_suffix(".png").is_file()
 
 
-def test_demo_reports_a_key_that_both_find(loaded, by_head, monkeypatch):
+def test_demo_reports_key_found_by_both(loaded, by_head, monkeypatch):
     monkeypatch.setattr(demo, "answer", lambda model, tokenizer, prompt: prompt.answer)
     line = demo._pass_key(loaded, by_head, LENGTH)
     says = rf"pass key (\d+) hidden in {LENGTH} tokens: found by both, dense attention and Headwise"
     assert re.fullmatch(says, line), line
 
 
-def test_demo_reports_seconds_of_the_search():
+def test_demo_reports_search_seconds():
     rounds = {KERNEL: [2.0, 2.2, 2.4], HEADWISE: [1.0, 1.0, 1.0]}
     assert demo._first_token(rounds, 4096) == (
         "first token of a prompt of 4,096 tokens: 2.20 s dense (dense by Headwise's kernel), 1.00 "
@@ -246,7 +244,7 @@ def test_demo_reports_seconds_of_the_search():
     )
 
 
-def test_demo_estimates_a_search_by_prefills_of_shorter_prompts(loaded, monkeypatch):
+def test_demo_estimates_search_time_from_shorter_prefills(loaded, monkeypatch):
     def clock(runs, **_):
         for prefill in runs.values():
             prefill()
@@ -275,7 +273,7 @@ def test_demo_estimates_a_search_by_prefills_of_shorter_prompts(loaded, monkeypa
         ("--length 1024", 1200, 8192, 1024, None, ""),
     ],
 )
-def test_demo_takes_the_length_that_is_a_matter_of_minutes(
+def test_demo_selects_length_that_takes_minutes(
     words, seconds, positions, length, budget, says, loaded, tmp_path, monkeypatch, capsys
 ):
     ran: list[ModelSearch] = []

@@ -33,7 +33,7 @@ def command(tiny_model, by_head):
     return ["--model", str(tiny_model), str(by_head), *RULES, *MEASURE]
 
 
-def test_filters_fill_the_decode_section_and_leave_the_rest(command, by_head, tmp_path, capsys):
+def test_filters_write_decode_section_only(command, by_head, tmp_path, capsys):
     out = tmp_path / "new.yaml"
     options = "--budget 0.25 --selector uniform --window 4 --prefill-ratio 0.5"
     main(["filters", *command, "--out", str(out), *options.split()])
@@ -55,7 +55,7 @@ def test_filters_fill_the_decode_section_and_leave_the_rest(command, by_head, tm
     assert "held-out prompts" in printed and "evenly spaced" in printed
 
 
-def test_filters_with_storage_record_each_choice_as_a_trial(command, tmp_path, capsys):
+def test_filters_with_storage_record_each_selection_as_a_trial(command, tmp_path, capsys):
     import optuna
 
     url = f"sqlite:///{tmp_path}/study.db"
@@ -90,7 +90,7 @@ def test_filters_with_storage_record_each_choice_as_a_trial(command, tmp_path, c
     assert study.best_trials
 
 
-def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, capsys):
+def test_filters_killed_run_resumes_with_the_same_result(command, tmp_path, monkeypatch, capsys):
     main(["filters", *command, "--out", str(tmp_path / "whole.yaml")])
     decoded: list[int] = []
     decode = layer_similarity._decode
@@ -119,7 +119,7 @@ def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_in_place_other_sections_are_kept_and_a_search_keeps_this_one(
+def test_in_place_update_and_later_search_preserve_other_sections(
     command, by_head, tiny_model, tmp_path, monkeypatch
 ):
     """Also a section that another command writes meanwhile."""
@@ -149,9 +149,7 @@ def test_in_place_other_sections_are_kept_and_a_search_keeps_this_one(
     assert "similarity.mass" in artifacts.load_arrays(out)
 
 
-def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
-    command, tiny_model, tmp_path
-):
+def test_filters_with_profile_skip_measurement_and_runtime_decodes(command, tiny_model, tmp_path):
     profile = tmp_path / "profile"
     out = tmp_path / "cfg.yaml"
     main(
@@ -184,7 +182,7 @@ def kv_command(tiny_model: Path, by_head: Path, out: Path, *more: str) -> list[s
     return [*model, str(by_head), "--out", str(out), *FAST, *more]
 
 
-def test_kv_writes_budgets_that_the_runtime_keeps(tiny_model, by_head, tmp_path, capsys):
+def test_kv_writes_budgets_that_the_runtime_applies(tiny_model, by_head, tmp_path, capsys):
     """Into the file that it starts from, of which the rest stays."""
     own = tmp_path / "cfg.yaml"
     before, arrays = artifacts.load_pair(by_head)
@@ -210,7 +208,7 @@ def test_kv_writes_budgets_that_the_runtime_keeps(tiny_model, by_head, tmp_path,
     assert 0.15 <= np.mean(kept) / 800 <= 0.26
 
 
-def test_kv_with_storage_records_both_budgets_on_both_sets(tiny_model, by_head, tmp_path, capsys):
+def test_kv_with_storage_records_both_budgets_for_both_sets(tiny_model, by_head, tmp_path, capsys):
     import optuna
 
     url = f"sqlite:///{tmp_path}/study.db"
@@ -240,7 +238,7 @@ def interrupted(*given: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_a_killed_kv_goes_on_and_another_total_reuses_the_curves(
+def test_kv_killed_run_resumes_and_another_total_reuses_curves(
     tiny_model, by_head, tmp_path, monkeypatch, capsys
 ):
     walked: list[int] = []
@@ -266,7 +264,7 @@ def test_a_killed_kv_goes_on_and_another_total_reuses_the_curves(
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_budgets_go_where_the_error_is():
+def test_kv_budgets_follow_the_error():
     shares = (0.125, 0.25, 0.5)
     error = np.full((3, 2, 3), 1e-6)
     error[1] = np.nan
@@ -284,7 +282,7 @@ def test_budgets_go_where_the_error_is():
 @pytest.mark.parametrize(
     ("factors", "better"), [((0.5, 0.6, 0.4, 0.5), True), ((0.1, 0.1, 1.1, 1.0), False)]
 )
-def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
+def test_kv_total_is_uneven_only_if_every_prompt_supports_it(
     factors, better, tiny_model, by_head, tmp_path, monkeypatch
 ):
     calls: list[int] = []
@@ -316,7 +314,7 @@ def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
     assert written.kv_cache is not None and ("even" in written.kv_cache.policies) == (not better)
 
 
-def test_bytes_are_those_of_the_cache(tiny_model, by_head):
+def test_kv_bytes_equal_cache_bytes(tiny_model, by_head):
     loaded = load_model(str(tiny_model), dtype="float32")
     options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}
     token = 3 * 2 * 2 * 16 * 4
@@ -326,7 +324,7 @@ def test_bytes_are_those_of_the_cache(tiny_model, by_head):
     ) == pytest.approx(0.1)
 
 
-def test_what_filter_layers_choose_from_is_not_dropped(tiny_model, by_head, tmp_path):
+def test_kv_retains_all_tokens_in_filter_layers(tiny_model, by_head, tmp_path):
     own = tmp_path / "cfg.yaml"
     artifact, arrays = artifacts.load_pair(by_head)
     decode = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))

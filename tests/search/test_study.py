@@ -10,7 +10,7 @@ from search.study import Study, check_storage, passwords, without_password
 SPACE = {"cost": (0.0, 1.0), "dense_tail": [64, 256]}
 
 
-def test_study_without_storage_keeps_nothing():
+def test_study_without_storage_stores_nothing():
     study = Study(storage=None, name="cfg", space=SPACE, losses=("text",))
     study.add({"cost": 0.5, "dense_tail": 64}, {"text": 1.0})
 
@@ -56,7 +56,7 @@ SECRET_URLS = [
 ]
 
 
-def test_a_storage_that_cannot_be_opened_is_one_line_without_its_password():
+def test_study_with_unreachable_storage_reports_one_line_without_password():
     for url in ("study", *SECRET_URLS):
         with pytest.raises(HeadwiseError, match="cannot use the storage") as error:
             check_storage(url)
@@ -64,7 +64,7 @@ def test_a_storage_that_cannot_be_opened_is_one_line_without_its_password():
         assert "\n" not in said and "secret" not in said and "hidden" not in said
 
 
-def test_storage_whose_password_has_an_at_sign_is_refused_before_any_connection():
+def test_storage_password_with_at_sign_is_rejected_before_connecting():
     with pytest.raises(HeadwiseError, match=r"'mysql://me@db:3306/x': .* must be written %40"):
         check_storage("mysql://me:secret@hidden@db:3306/x")
 
@@ -92,5 +92,5 @@ def test_without_password_shows_no_part_of_a_password(url):
         ("passkey@depth=0.5:text.txt", "passkey@depth=0.5:text.txt"),
     ],
 )
-def test_without_password_keeps_the_rest_of_a_url(url, shown):
+def test_without_password_preserves_the_rest_of_a_url(url, shown):
     assert without_password(url) == shown

@@ -167,7 +167,7 @@ def test_a_new_policy_touches_three_places_and_is_served(tmp_path):
     served = python(tmp_path, "serve")
     assert served.returncode == 0, served.stdout + served.stderr
     # Without a case the suite fails.
-    missing = python(tmp_path, *options, f"{suite}::test_every_policy_is_here")
+    missing = python(tmp_path, *options, f"{suite}::test_every_policy_has_a_case")
     assert missing.returncode == 1 and "edges" in missing.stdout, missing.stdout + missing.stderr
     add(tmp_path, CONFORMANCE)
     passed = python(tmp_path, *options, suite, "-k", "edges or every_policy")

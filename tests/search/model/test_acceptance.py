@@ -75,7 +75,7 @@ def held_out(run: SearchRun) -> bool:
     return cast(Any, SearchRun.held_out).fget(run)
 
 
-def test_what_passes_at_once_is_reported_on_the_first_held_out_set():
+def test_first_pass_is_reported_on_first_held_out_set():
     run, measured = passed({"first": 1.1, "second": 1.0}, 100.0)
     assert run.allocation.digest == BEST.digest
     assert run.gate_fault is None and run.chosen_on == []
@@ -92,7 +92,7 @@ def test_what_passes_at_once_is_reported_on_the_first_held_out_set():
     assert tuple(run.losses) == 2 * run.points[0][1]
 
 
-def test_a_set_that_fails_says_how_much_more_and_another_reports():
+def test_failed_set_raises_the_budget_and_another_set_reports():
     factors = {"first": 1.5, "second": 1.5, "third": 1.0}
     run, measured = passed(factors, JUST_ABOVE)
     judged = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
@@ -107,7 +107,7 @@ def test_a_set_that_fails_says_how_much_more_and_another_reports():
     assert 0.5 < 1.5 * HEADS.predicted(run.allocation) / JUST_ABOVE <= 0.91
 
 
-def test_set_that_fails_is_reported_with_the_budget_that_it_raises(capsys):
+def test_failed_set_is_reported_with_raised_budget(capsys):
     passed({"first": 1.5, "second": 1.0}, JUST_ABOVE)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -121,19 +121,19 @@ def test_set_that_fails_is_reported_with_the_budget_that_it_raises(capsys):
     assert 0.15 < float(f"0.{matched[1]}") < 1
 
 
-def test_without_another_set_the_one_that_raised_reports_and_is_not_held_out():
+def test_without_another_set_the_raising_set_reports_as_not_held_out():
     run, _ = passed({"first": 1.5}, JUST_ABOVE)
     assert run.chosen_on == [run.reported_on[4]] and not held_out(run)
 
 
-def test_all_sets_that_failed_are_named():
+def test_all_failed_sets_are_named():
     factors = {"first": 1.5, "second": 3.0, "third": 1.0}
     run, _ = passed(factors, JUST_ABOVE)
     assert run.chosen_on == [Sequence("prose", "first"), Sequence("prose", "second")]
     assert held_out(run) and run.reported_on == Prompts("third").sequences
 
 
-def test_all_answers_together_fail_where_each_task_passes():
+def test_pooled_answers_fail_where_each_task_passes():
     """Every other context loses three of ten answers: of one task alone that may be chance."""
 
     def of(task: str) -> list[ContextLoss]:
@@ -156,7 +156,7 @@ def test_all_answers_together_fail_where_each_task_passes():
         gate(cast(Any, run), Limits(), sets)
 
 
-def test_what_never_passes_is_a_finding():
+def test_search_that_never_passes_raises_finding():
     says = r"the gate: any: KL to dense attention is .* of dense attention's operations spent; ask"
     with pytest.raises(Finding, match=says):
         passed({"first": 1e9}, 1e-9)

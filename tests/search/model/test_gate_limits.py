@@ -98,7 +98,7 @@ def test_each_limit_fails_alone(bad, limit, says):
     assert Limits(**only).violation([*good, bad]) == fault
 
 
-def test_of_several_faults_the_worst_is_said():
+def test_several_faults_report_the_worst():
     twice = task("twice", kl=0.1)
     thrice = task("thrice", lost=9, fewer_low=0.1)
     assert (Limits().violation([twice, thrice]) or "").startswith(
@@ -131,14 +131,14 @@ RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
         ({"nll_rise": nan, "nll_rise_low": nan}, True),
     ],
 )
-def test_what_is_beyond_chance_fails(changes, fails):
+def test_loss_beyond_chance_fails(changes, fails):
     assert (Limits().violation([task(**changes)]) is not None) == fails
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("max_kl", 0.0), ("max_perplexity", -1.0), ("max_nll", nan)]
 )
-def test_limits_are_above_0(name, value):
+def test_limits_must_be_positive(name, value):
     with pytest.raises(HeadwiseError, match=f"--{name.replace('_', '-')} must be above 0"):
         Limits(**{name: value})
 
@@ -168,7 +168,7 @@ def losses(
     )
 
 
-def test_losses_are_gathered_by_task():
+def test_losses_are_grouped_by_task():
     made = [sequence("kv", (2, 3)), sequence("prose", ()), sequence("kv", (5,))]
     contexts = context_losses(
         made,
@@ -193,7 +193,7 @@ def test_losses_are_gathered_by_task():
     assert mean_kl(contexts) == pytest.approx((kv.kl + 0.3) / 2)
 
 
-def test_kinds_of_answers_are_apart_and_contexts_are_the_units():
+def test_answer_kinds_are_separate_and_counted_per_context():
     one = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))
     lost = losses((2, 2, 2), [0.4, 0.4, 0.0], [False, False, True], [True, True, True], 0.1)
     kept = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
@@ -210,7 +210,7 @@ def test_kinds_of_answers_are_apart_and_contexts_are_the_units():
 
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
-def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts):
+def test_answers_of_fewer_than_four_contexts_prove_nothing(contexts):
     """One prompt that loses both answers says nothing of others; four that do are a finding."""
     one = sequence("chain", (2, 2))
     gone = losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01)
@@ -242,7 +242,7 @@ def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses
     return replace(one, ids=(seed, *one.ids[1:])), found
 
 
-def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough():
+def test_pooled_loss_of_one_in_five_is_detected():
     """Four contexts; in each kind of answers it may be chance, over all of them it is not."""
     made, found = zip(
         *(facts(*some, seed=at) for at, some in enumerate([(3, 0), (0, 2), (3, 0), (1, 1)])),
@@ -261,7 +261,7 @@ def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough()
     assert Limits(max_lost=None).violation(tasks) is None
 
 
-def test_the_pool_counts_a_context_once_and_needs_several_kinds():
+def test_pool_counts_context_once_and_needs_several_kinds():
     """Twice the answers of the same four contexts leave their share as uncertain as it was."""
     one, found = facts(2, 1, seed=1)
     other, same = facts(0, 0, seed=2)
@@ -274,7 +274,7 @@ def test_the_pool_counts_a_context_once_and_needs_several_kinds():
     assert len(task_figures(prose)) == 1
 
 
-def test_a_set_of_prompts_counts_once_in_the_mean_kl():
+def test_mean_kl_counts_a_prompt_set_once():
     one, found = facts(0, 0)
     window = sequence("prose", ())
     contexts = context_losses([one, window], [found, losses((), [], [], [], 0.05)])
@@ -285,7 +285,7 @@ def test_a_set_of_prompts_counts_once_in_the_mean_kl():
     ("right", "proven", "samples"),
     [(0, False, None), (1, False, 72), (14, False, 6), (71, False, 2), (72, True, None)],
 )
-def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(right, proven, samples):
+def test_too_few_correct_answers_prove_nothing_and_name_samples_needed(right, proven, samples):
     """As many in the text's line as in all others is no help: it asks for none."""
     tasks = [*task_figures(contexts_of("kv", right, 4)), text()]
     assert verdict(tasks).proven == proven and verdict(tasks).why.endswith(" of 4 contexts")
@@ -299,7 +299,7 @@ def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(right, pro
         assert advice(tasks, 1).startswith("dense attention gets none right")
 
 
-def test_all_answers_together_may_be_enough_and_three_contexts_never_are():
+def test_pooled_answers_may_suffice_but_three_contexts_never_do():
     few = task_figures([*contexts_of("a", 40, 4), *contexts_of("b", 40, 4)])
     assert not verdict(few[:1]).proven and verdict(few).proven
     assert verdict(few).why == "80 right answers of 4 contexts"
@@ -308,7 +308,7 @@ def test_all_answers_together_may_be_enough_and_three_contexts_never_are():
     assert advice(many, 1) == "answers take 4 contexts, which needs a longer file"
 
 
-def test_of_what_passes_text_and_answers_are_told():
+def test_passing_result_reports_text_and_answers():
     # Text alone asks for no answers.
     assert verdict([text()]).proven
     assert summary([text(), text("other", perplexity_ratio=1.02)]) == (

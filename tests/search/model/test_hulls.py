@@ -38,7 +38,7 @@ def cost_of(entries: list[int], costs: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed):
+def test_selection_by_recorded_price_stays_within_budget(seed):
     """The same where steep steps do not fit and flatter ones do: their slope is no price."""
     rng = np.random.default_rng(seed)
     parts = int(rng.integers(2, 9))
@@ -64,7 +64,7 @@ def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed):
         assert cost_of(below, costs) > cost_of(by_price, costs)
 
 
-def test_with_all_that_there_is_the_price_is_none():
+def test_price_with_unlimited_budget_is_none():
     losses = np.array([[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]])
     assert spend(losses, (1, 2, 3), 6.0)[1] == 0.0
     # The first step that does not fit, whatever fitted before.
@@ -73,7 +73,7 @@ def test_with_all_that_there_is_the_price_is_none():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_entries_amid_an_edge_are_steps_of_their_own(seed):
+def test_hull_includes_collinear_entries(seed):
     """Entries on a straight line up to rounding all belong to the hull, and only they."""
     rng = np.random.default_rng(seed)
     costs = np.append(np.sort(rng.uniform(size=6)), 1.5) * 10 ** rng.uniform(-9, 9)
@@ -85,7 +85,7 @@ def test_entries_amid_an_edge_are_steps_of_their_own(seed):
     assert entries == [5] and price == pytest.approx(slope(costs, losses, 0, 6), rel=1e-6)
 
 
-def test_parts_may_have_costs_of_their_own_in_any_order():
+def test_parts_may_have_different_unsorted_costs():
     losses = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
     costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
     assert spend(losses, costs, 4.0)[0] == [2, 0]
@@ -98,13 +98,13 @@ def test_parts_may_have_costs_of_their_own_in_any_order():
         spend(losses, costs, 1.9)
 
 
-def test_what_loses_infinitely_much_is_not_taken():
+def test_entry_with_infinite_loss_is_not_selected():
     losses = np.array([[np.inf, 4.0, 1.0], [5.0, np.inf, 0.0]])
     assert spend(losses, (1, 2, 3), 3.0)[0] == [1, 0]
     assert spend(losses, (1, 2, 3), 6.0)[0] == [2, 2]
 
 
-def test_of_entries_that_are_alike_the_last_is_taken():
+def test_identical_entries_select_the_last():
     assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0)[0] == [2]
     assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0)[0] == [1]
 
@@ -122,7 +122,7 @@ def combinations(heads: CostCurves, values: np.ndarray) -> list[tuple[float, flo
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_one_budget_is_spent_best(seed):
+def test_allocation_of_one_budget_is_optimal(seed):
     heads = heads_of(seed)
     kinds = {"text": 1.0, "answer": 3.0}
     loss = heads.curves[TAIL].loss(kinds)
@@ -137,7 +137,7 @@ def test_one_budget_is_spent_best(seed):
     assert np.nansum(found.pick(loss)) == pytest.approx(best)
 
 
-def test_a_digest_tells_what_is_served():
+def test_digest_identifies_the_allocation():
     heads = heads_of(0, tails=(0, 64))
     some = heads.allocate(3.0, TAIL)
     heavier = heads.allocate(3.0, TAIL, prompt_weights={"text": 2.0, "answer": 2.0})
@@ -145,7 +145,7 @@ def test_a_digest_tells_what_is_served():
     assert len({some.digest, replace(some, tail=0).digest, heads.allocate(100.0, TAIL).digest}) == 3
 
 
-def test_rows_and_plans_name_patterns_and_leave_layers_out():
+def test_rows_and_plans_name_patterns_and_skip_layers():
     candidates = (
         make("a_shape", sink=64, window=64),
         make("block_sparse", blocks=4),

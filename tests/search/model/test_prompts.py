@@ -23,7 +23,7 @@ CONFIG = ModelSearch(model="m", out=Path("cfg.yaml"))
 LOADED: Any = SimpleNamespace(tokenizer=byte_level())
 
 
-def test_more_contexts_are_held_out_than_calibrated_on():
+def test_held_out_prompts_have_more_contexts_than_calibration():
     tasks = CONFIG.held_out_tasks
     assert tasks == ("facts", "prose")
     made = held_out_prompts(tasks, LOADED, length=4096, samples=2, seed=0, seen=Seen(), number=0)
@@ -31,7 +31,7 @@ def test_more_contexts_are_held_out_than_calibrated_on():
     assert [task for task, _ in contexts] == ["facts"] * 8 + ["prose"] * 4
 
 
-def test_of_a_file_of_questions_four_contexts_are_held_out_where_it_has_as_many(tmp_path):
+def test_question_file_holds_out_four_contexts_if_available(tmp_path):
     """Its answers are tested over contexts, as generated ones are; windows of a text are two."""
     for lines, expected in ((40, 4), (3, 2), (1, 1)):
         file = tmp_path / f"{lines}.jsonl"
@@ -48,9 +48,7 @@ def test_of_a_file_of_questions_four_contexts_are_held_out_where_it_has_as_many(
 
 
 @pytest.mark.parametrize(("lengths", "expected"), [(40, 4), (5, 2)])
-def test_held_out_prompts_of_a_hidden_key_are_fewer_where_the_file_is_short(
-    lengths, expected, tmp_path
-):
+def test_held_out_hidden_key_prompts_are_fewer_in_a_short_file(lengths, expected, tmp_path):
     source = sentences(random.Random(0))
     text = "".join(f"{number}. {next(source)}" for number in range(4000))
     file = tmp_path / "book.txt"
@@ -62,7 +60,7 @@ def test_held_out_prompts_of_a_hidden_key_are_fewer_where_the_file_is_short(
     assert len(prompts) == expected and not any(map(seen.overlaps, prompts))
 
 
-def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeypatch):
+def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
     """Of later sets, which are made when one has failed, there are as many as it lists."""
     config = CONFIG.replace(tasks=("passkey",), length=1024)
     sets = list(held_out_sets(config, LOADED, 1024, Seen()))
@@ -85,7 +83,7 @@ def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeyp
     }
 
 
-def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_enough():
+def test_length_too_short_for_default_tasks_error_names_sufficient_length():
     """Tasks are named only where the user asked for them; above there are prompts of 4,096."""
     given: dict[str, Any] = {"samples": 1, "seed": 0, "seen": Seen(), "number": GATE_SET}
     for length in (256, 1500):
@@ -105,7 +103,7 @@ def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_eno
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_default_tasks_are_made_at_128k_tokens():
+def test_default_tasks_generate_128k_token_prompts():
     """Calibration, and a held-out set: no text is too short, and nothing is in both."""
     config = ModelSearch(
         model="smollm2", out=Path("cfg.yaml"), length=131_072, beyond_positions=True

@@ -112,9 +112,7 @@ def direct(
         ("GptOss", 333, 340),
     ),
 )
-def test_with_every_tile_scores_are_those_of_each_candidate_alone(
-    family, every_tile, length, total
-):
+def test_scores_with_every_tile_equal_each_candidate_alone(family, every_tile, length, total):
     """Lengths are no multiples of a tile, and turns and answers follow the context."""
     model = tiny_model(family)
     layers = []
@@ -141,7 +139,7 @@ def test_with_every_tile_scores_are_those_of_each_candidate_alone(
     assert layers == ([1, 0] if family == "Llama" else [1])
 
 
-def test_without_gradients_only_what_needs_them_is_missing(model, every_tile):
+def test_scores_without_gradients_omit_only_gradient_terms(model, every_tile):
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
         one, none = (
             score_layer(layer, stream, CANDIDATES, length=200, tails=TAILS, seed=0, gradients=g)[0]
@@ -154,7 +152,7 @@ def test_without_gradients_only_what_needs_them_is_missing(model, every_tile):
     scores_of(model, 200, visit)
 
 
-def test_estimates_are_unbiased_and_the_same_for_a_seed(model, monkeypatch):
+def test_estimates_are_unbiased_and_deterministic_per_seed(model, monkeypatch):
     length = 700
     names = ("change", "squared", "recall", "first_order", "fisher")
 
@@ -186,7 +184,7 @@ def test_estimates_are_unbiased_and_the_same_for_a_seed(model, monkeypatch):
 @pytest.mark.parametrize(
     "length, tails", [(4096, (0, 64)), (4100, (0, 64, 256)), (130, (0,)), (200, (256,))]
 )
-def test_tiles_are_one_of_each_stretch_and_of_each_tail(length, tails):
+def test_tiles_are_sampled_from_each_segment_and_tail(length, tails):
     by_out: Tensor = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
     found = sampled(by_out, length, tails, 3)
     n = num_tiles(length)
@@ -203,7 +201,7 @@ def test_tiles_are_one_of_each_stretch_and_of_each_tail(length, tails):
         assert not torch.equal(sampled(by_out, length, tails, 4).rows, found.rows)
 
 
-def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often():
+def test_weights_sum_to_all_tiles_and_favor_large_gradients():
     length = 64 * 160
     n = 160
     by_out = torch.full((1, 1, length, 4), 0.01)
@@ -222,7 +220,7 @@ def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often():
     ("layers", "count"),
     [((6,), 1), ((6,), 3), ((6,) * 3, 2), ((6,) * 4, 5), ((6,) * 7, 3), ((1, 6, 4), 2), ((), 1)],
 )
-def test_ranks_deal_prompts_and_the_layers_of_those_that_are_left(layers, count):
+def test_ranks_divide_prompts_and_remaining_layers(layers, count):
     """Of each prompt so many layers: an interrupted search has scored the others, from the last."""
     units = [(number, layer) for number, left in enumerate(layers) for layer in range(left)]
     shares = [Ranks(rank, count).deal(units, lambda unit: unit[0]) for rank in range(count)]

@@ -133,7 +133,7 @@ def scored(monkeypatch):
     return layers
 
 
-def test_it_writes_a_valid_pair_and_nothing_else(found):
+def test_search_writes_a_valid_pair_and_nothing_else(found):
     artifact = artifacts.load(found)
     assert artifact.sidecar is not None and artifact.search is not None
     assert {path.name for path in found.parent.iterdir()} == {"cfg.yaml", artifact.sidecar.file}
@@ -144,7 +144,7 @@ def test_it_writes_a_valid_pair_and_nothing_else(found):
     assert artifact.prefill.dense_below == LENGTH // 2
 
 
-def test_the_report_says_what_was_found_and_what_to_type_next(found, tiny_model):
+def test_report_shows_result_and_next_command(found, tiny_model):
     said = (found.parents[1] / "report.txt").read_text()
     assert "patterns for 18 heads" in said and "counted and not timed" in said
     assert "held-out prompts against dense attention:" in said
@@ -155,7 +155,7 @@ def test_the_report_says_what_was_found_and_what_to_type_next(found, tiny_model)
     assert said.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
 
 
-def test_budget_has_the_same_words_in_report_page_and_map(found, capsys):
+def test_budget_wording_is_equal_in_report_page_and_map(found, capsys):
     artifact, arrays = artifacts.load_pair(found)
     search = artifact.search
     front = artifact.prefill.front
@@ -173,7 +173,7 @@ def test_budget_has_the_same_words_in_report_page_and_map(found, capsys):
         assert spending in text and density in text
 
 
-def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found):
+def test_front_is_ascending_and_selection_is_within_budget(found):
     artifact, arrays = artifacts.load_pair(found)
     front = artifact.prefill.front
     assert front is not None and len(front.points) > 1 and front.measured_on == "held_out"
@@ -188,7 +188,7 @@ def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found):
     )
 
 
-def test_evidence_is_what_held_out_prompts_say(found, tiny_model):
+def test_evidence_equals_held_out_measurement(found, tiny_model):
     artifact, arrays = artifacts.load_pair(found)
     loaded = load_model(str(tiny_model), dtype="float32")
     sizes: dict[str, Any] = {"length": LENGTH, "samples": 1, "seed": 0}
@@ -219,7 +219,7 @@ def test_evidence_is_what_held_out_prompts_say(found, tiny_model):
     np.testing.assert_allclose(arrays["chosen.error"], np.mean(errors, 0), rtol=2e-3, atol=1e-5)
 
 
-def test_points_of_the_front_are_served(found, tiny_model):
+def test_front_points_can_be_applied(found, tiny_model):
     loaded = load_model(str(tiny_model), dtype="float32")
     front = artifacts.load(found).prefill.front
     assert front is not None
@@ -234,7 +234,7 @@ def test_points_of_the_front_are_served(found, tiny_model):
 
 
 @pytest.mark.parametrize("sets", [2, 1])
-def test_prompts_that_raise_the_budget_are_held_out_only_where_others_report(
+def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
     sets, found, tiny_model, out, monkeypatch, capsys
 ):
     """A text may be too short for a second set."""
@@ -320,9 +320,7 @@ def last_block(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.split("\n\n")[-1].splitlines()
 
 
-def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
-    tiny_model, out, clock, capsys
-):
+def test_seconds_cost_times_candidates_and_the_result(tiny_model, out, clock, capsys):
     """Dense attention takes ten times as long as patterns, and a whole prefill twice as long."""
     assert main(["search", *options(tiny_model, out, **TIMED)]) == 0
     artifact = artifacts.load(out)
@@ -373,7 +371,7 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
         ),
     ],
 )
-def test_what_is_not_worth_serving_is_written_only_where_that_is_asked_for(
+def test_search_without_speedup_writes_only_on_request(
     attention, first_token, says, tiny_model, out, clock, capsys
 ):
     """Too little is gained in attention, or the whole prefill is slower for all of it."""
@@ -412,7 +410,7 @@ def test_search_with_gain_within_noise_exits_0_with_keep(tiny_model, out, clock,
     assert last_block(capsys)[0].startswith("not proven faster: ")
 
 
-def test_sdpa_that_is_slower_on_half_the_prompt_is_not_timed_on_all(tiny_model, out, clock, capsys):
+def test_sdpa_slower_on_half_the_prompt_is_not_timed_on_all(tiny_model, out, clock, capsys):
     clock.sdpa = 2.0
     assert main(["search", *options(tiny_model, out, **TIMED)]) == 0
     timed = [(tokens, SDPA in names) for tokens, names, _ in clock.attention[3:]]
@@ -437,13 +435,11 @@ def test_sdpa_that_is_slower_on_half_the_prompt_is_not_timed_on_all(tiny_model, 
         (6, 6.0, 100.0, False),
     ],
 )
-def test_rounds_of_whole_prefills_are_three_and_more_within_the_limit(
-    done, seconds, limit, another
-):
+def test_prefill_rounds_are_three_or_more_within_the_limit(done, seconds, limit, another):
     assert another_round(done, seconds, limit) == another
 
 
-def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
+def test_search_without_gain_suggests_longer_prompt_and_leaves_old_file(
     found, tiny_model, out, clock, capsys
 ):
     artifact, arrays = artifacts.load_pair(found)
@@ -460,7 +456,7 @@ def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
     assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
 
 
-def test_by_flops_it_is_the_count_that_decides(tiny_model, out, capsys):
+def test_flops_cost_decides_by_count(tiny_model, out, capsys):
     assert main(["search", *options(tiny_model, out, budget="0.99")]) == 3
     says = (
         r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not "
@@ -474,9 +470,7 @@ def interrupted(*args: Any, **kwargs: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
-    tiny_model, out, clock, monkeypatch
-):
+def test_resumed_search_reuses_timings(tiny_model, out, clock, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("search.model.record.save_searched", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -487,7 +481,7 @@ def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
 
 
 @pytest.mark.parametrize("after", sampled([2, 4, 6], 4))
-def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
+def test_search_interrupted_anywhere_resumes_with_the_same_result(
     small, tiny_model, tmp_path, after, monkeypatch
 ):
     out = tmp_path / "cfg.yaml"
@@ -513,7 +507,7 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_finds_the_same(small, tiny_model, tmp_path):
+def test_search_result_is_independent_of_rank_count(small, tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
     words = options(tiny_model, out, **SMALL)
     code, _, said = Process("headwise", "search", *words, ranks=2).finish()
@@ -523,7 +517,7 @@ def test_any_number_of_ranks_finds_the_same(small, tiny_model, tmp_path):
     assert sidecars[0].read_bytes() == sidecars[1].read_bytes()
 
 
-def test_times_are_those_of_this_machine_and_this_budget(tiny_model, out, monkeypatch):
+def test_resumed_search_ignores_timings_of_other_machine_or_budget(tiny_model, out, monkeypatch):
     """Times of another budget, or of other threads, are not used by the search that goes on."""
     taken: list[int] = []
     real = timed_costs._time
@@ -552,7 +546,7 @@ def test_times_are_those_of_this_machine_and_this_budget(tiny_model, out, monkey
     assert len(taken) == 3
 
 
-def test_another_budget_goes_on_from_the_curves_of_one_that_failed(
+def test_search_with_another_budget_reuses_curves_of_a_failed_one(
     tiny_model, out, scored, monkeypatch
 ):
     def fails(*args: Any) -> Any:
@@ -630,7 +624,7 @@ def test_search_with_storage_records_seconds_and_a_failed_set_without_values(
     assert passed.user_attrs["seconds"] > 0 and passed.values[2] == pytest.approx(spent, abs=1e-4)
 
 
-def test_search_with_storage_in_calibration_of_other_tasks_keeps_their_losses(
+def test_search_with_storage_records_losses_of_other_calibration_tasks(
     tiny_model, out, monkeypatch
 ):
     """Losses of tasks that no held-out prompt asks for are no values of the study."""
@@ -647,7 +641,7 @@ def test_search_with_storage_in_calibration_of_other_tasks_keeps_their_losses(
     assert all(len(trial.values) == 2 for trial in others)
 
 
-def test_layers_that_come_in_one_at_a_time_give_the_same(small, tiny_model, tmp_path):
+def test_search_with_layer_streaming_returns_the_same_result(small, tiny_model, tmp_path):
     def load(bytes_: int | None) -> Any:
         return load_model(str(tiny_model), dtype="float32", max_memory=bytes_).model
 
@@ -663,12 +657,12 @@ def test_layers_that_come_in_one_at_a_time_give_the_same(small, tiny_model, tmp_
         load(1000)
 
 
-def test_fresh_discards_what_is_there(found, tiny_model, out, scored):
+def test_fresh_discards_earlier_results(found, tiny_model, out, scored):
     assert main(["search", *options(tiny_model, out, "--fresh", **SMALL)]) == 0
     assert len(scored) == 3 and content(out) != content(found)
 
 
-def test_tasks_twice_are_one_search(tiny_model, tmp_path, scored, monkeypatch):
+def test_duplicate_tasks_share_one_search(tiny_model, tmp_path, scored, monkeypatch):
     out = tmp_path / "cfg.yaml"
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "remove", lambda self: None)
@@ -680,7 +674,7 @@ def test_tasks_twice_are_one_search(tiny_model, tmp_path, scored, monkeypatch):
     assert artifact.prefill.length == artifact.search.calibration.length
 
 
-def test_without_gradients_it_goes_by_the_change_and_says_so(
+def test_search_without_gradients_uses_output_change_and_reports_it(
     tiny_model, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("profiling.inside.gradients._head_of", lambda model, ids: None)
@@ -694,7 +688,7 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
     np.testing.assert_allclose(arrays["chosen.objective"], arrays["chosen.change"], rtol=1e-5)
 
 
-def test_a_model_that_only_slides_has_nothing_to_search(tmp_path):
+def test_search_of_sliding_window_model_is_rejected(tmp_path):
     sizes = {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
     model = save_tiny(tmp_path / "m", family="Gemma3", config="Gemma3Text", **sizes)
     with pytest.raises(HeadwiseError, match=r"no layer of .* sees every token: nothing to search"):
@@ -702,7 +696,7 @@ def test_a_model_that_only_slides_has_nothing_to_search(tmp_path):
     assert not list(tmp_path.glob("cfg*"))
 
 
-def test_without_a_budget_there_is_always_one():
+def test_spendable_budget_exceeds_cheapest_candidates():
     heads = heads_of(0, heads=4, candidates=8)
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)
