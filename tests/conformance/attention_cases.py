@@ -438,8 +438,8 @@ def _poison_padding(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
 
 def _index(case: Case, q: Tensor, k: Tensor) -> SparseIndex:
     if not case.index.startswith("random:"):
-        chosen = list(itertools.islice(itertools.cycle(LAYERS[case.index]), case.heads))
-        plan = LayerPlan(chosen, case.kv_heads)
+        patterns = list(itertools.islice(itertools.cycle(LAYERS[case.index]), case.heads))
+        plan = LayerPlan(patterns, case.kv_heads)
         index = plan.build(q, k, scale=case.scale, window=case.window, ragged=case.ragged)
     elif case.ragged is None:
         index = _random_index(case, case.batch, case.q_len, case.k_len, q.device)

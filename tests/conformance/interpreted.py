@@ -103,8 +103,8 @@ def attention(name: str) -> float:
     """The larger error of out and log-sum-exp."""
     case = in_its_dtype(attention_cases.SMALL, name)
     errors = attention_cases.run(case, HOST)
-    most = (attention_cases.TOLERANCES[op, case.dtype][0] for op in ("out", "lse"))
-    return max(error / allowed for error, allowed in zip(errors, most, strict=True))
+    limits = (attention_cases.TOLERANCES[op, case.dtype][0] for op in ("out", "lse"))
+    return max(error / allowed for error, allowed in zip(errors, limits, strict=True))
 
 
 def decode(name: str) -> float:
@@ -113,8 +113,8 @@ def decode(name: str) -> float:
     # The largest probabilities of chosen keys, as OmniKV asks for them; else the sums, as H2O does.
     kind = "sum" if case.tokens is None else "max"
     errors = decode_cases.run(case, HOST, decode_cases.by_triton(case), kind)
-    most = decode_cases.TOLERANCES[case.dtype]
-    return max(error / allowed for error, allowed in zip(errors, most, strict=True))
+    limit = decode_cases.TOLERANCES[case.dtype]
+    return max(error / allowed for error, allowed in zip(errors, limit, strict=True))
 
 
 def builders(name: str) -> float:
@@ -148,20 +148,20 @@ ERRORS = {"attention": attention, "decode": decode, "builders": builders}
 
 def main(op: str, *names: str) -> None:
     torch.set_num_threads(1)
-    found = {}
+    result = {}
     if op == "kept":
-        found["memory"] = reports()
+        result["memory"] = reports()
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     with memory_checked():
         if op == "kept":
-            found["extremes"] = [fault for fault in faults_of_extremes() if fault]
+            result["extremes"] = [fault for fault in faults_of_extremes() if fault]
             for kept, error in ERRORS.items():
-                found[kept] = {name: error(name) for name in KEPT[kept]}
+                result[kept] = {name: error(name) for name in KEPT[kept]}
         else:
-            found[op] = {name: ERRORS[op](name) for name in names}
-    print(json.dumps(found))
+            result[op] = {name: ERRORS[op](name) for name in names}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -112,9 +112,9 @@ def layers_under(case: Case, cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if layer.is_sliding == bool(case.sliding)]
 
 
-def assert_holds(cache: Any, kept: list[Any]) -> None:
+def assert_holds(cache: Any, layers: list[Any]) -> None:
     """Assert that a cache holds these values, [layer][batch][KV head] (n, E), in any order."""
-    for layer, sequences in zip(cache.layers, kept, strict=True):
+    for layer, sequences in zip(cache.layers, layers, strict=True):
         (policy,) = layer.policies
         for row, heads in enumerate(sequences):
             for head, expected in enumerate(heads):
@@ -140,12 +140,12 @@ SIZES = [(1,), (8,), (33, 1), (17, 20, 1, 1, 3), (25, 5, 25, 1), (N,)]
 def test_policy_attention_and_memory_equal_definition(case, sizes, heads, build, keeping, ids):
     model = case.build(build, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     tokens = ids(N, batch=2)
-    with defined(model, case.rule, sizes) as kept:
+    with defined(model, case.rule, sizes) as layers:
         expected = model(tokens, use_cache=False).logits
     with keeping(model, case.record).apply(model) as handle:
         cache = handle.new_cache()
         torch.testing.assert_close(fed(model, tokens, sizes, cache), expected, **CLOSE)
-        assert_holds(cache, kept)
+        assert_holds(cache, layers)
         assert [layer.seen for layer in memory_report(cache).layers] == [N]
         # A cache that was reset begins anew.
         cache.reset()
@@ -209,8 +209,8 @@ def test_policy_crop_removes_tokens_or_is_rejected(case, build, keeping, ids):
         if case.crops:
             cache.crop(-5)
             assert cache.get_seq_length() == 7
-            found = fed(model, other, (1,), cache)
-            torch.testing.assert_close(found, expected[:, 7:], **CLOSE)
+            logits = fed(model, other, (1,), cache)
+            torch.testing.assert_close(logits, expected[:, 7:], **CLOSE)
         else:
             with pytest.raises(HeadwiseError, match="cannot take 5 tokens back"):
                 cache.crop(-5)
@@ -233,8 +233,8 @@ def test_policy_crop_after_eviction_is_rejected(case, build, keeping, ids):
             HeadwiseError, match=r"cannot take 1 tokens back: .* dropped others since"
         ):
             layers_under(case, cache)[0].crop(-1)
-        found = fed(model, tokens[:, :3], (1,), cache)
-        torch.testing.assert_close(found, expected[:, 17:], **CLOSE)
+        logits = fed(model, tokens[:, :3], (1,), cache)
+        torch.testing.assert_close(logits, expected[:, 17:], **CLOSE)
 
 
 @every_policy
@@ -247,17 +247,17 @@ def test_policy_crop_of_last_call_works_while_past_states_are_recorded(case, bui
         expected = fed(model, tokens, (40, 2, 1, 5, 1), handle.new_cache())
         cache = handle.new_cache()
         cache.activate_past_recording()
-        found = []
+        results = []
         for begin, end, wrong in ((0, 40, 6), (40, 42, 3), (42, 43, 5), (43, 48, 0), (48, 49, 1)):
-            given = torch.cat([tokens[:, begin:end], drafts[:, :wrong]], dim=1)
-            logits = model(given, past_key_values=cache).logits
-            found.append(logits[:, : end - begin])
+            inputs = torch.cat([tokens[:, begin:end], drafts[:, :wrong]], dim=1)
+            logits = model(inputs, past_key_values=cache).logits
+            results.append(logits[:, : end - begin])
             assert cache.layers[0].is_croppable
             cache.crop(-wrong)
             assert cache.get_seq_length() == end
         # What is not taken back stays.
-        found.append(fed(model, tokens[:, 49:], (1,), cache))
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, **CLOSE)
+        results.append(fed(model, tokens[:, 49:], (1,), cache))
+    torch.testing.assert_close(torch.cat(results, dim=1), expected, **CLOSE)
 
 
 @every_policy
@@ -274,8 +274,8 @@ def test_policy_crop_of_padded_batch_removes_drafts(case, build, keeping, ids):
         mask = torch.cat([real[:, :32], torch.ones(3, 3, dtype=torch.long)], dim=1)
         fed(model, drafted[:, 30:], (5,), cache, attention_mask=mask)
         cache.crop(-3)
-        found = fed(model, tokens[:, 32:], (1,), cache, attention_mask=real)
-    torch.testing.assert_close(found, expected[:, 32:], **CLOSE)
+        logits = fed(model, tokens[:, 32:], (1,), cache, attention_mask=real)
+    torch.testing.assert_close(logits, expected[:, 32:], **CLOSE)
 
 
 @pytest.mark.parametrize("drafting", ["prompt lookup", "assistant"])
@@ -325,12 +325,12 @@ def test_policy_copy_and_inference_mode_cache_are_independent(case, again, build
         if again is not None:
             former = cache
             cache = again(former)
-            others = torch.cat([tokens[:, :40], ids(9, seed=1)], dim=1)
-            alone = fed(model, others, (30, 1), handle.new_cache())
-            of_former = fed(model, others[:, 40:], (1,), former)
+            other_tokens = torch.cat([tokens[:, :40], ids(9, seed=1)], dim=1)
+            alone = fed(model, other_tokens, (30, 1), handle.new_cache())
+            of_former = fed(model, other_tokens[:, 40:], (1,), former)
             torch.testing.assert_close(of_former, alone[:, 40:], **CLOSE)
-        found = fed(model, tokens[:, 40:], (1,), cache)
-    torch.testing.assert_close(found, expected[:, 40:], **CLOSE)
+        logits = fed(model, tokens[:, 40:], (1,), cache)
+    torch.testing.assert_close(logits, expected[:, 40:], **CLOSE)
 
 
 @pytest.mark.parametrize("mine", [0, 1])
@@ -348,8 +348,8 @@ def test_policy_kv_head_equals_separate_layer(case, mine, build, keeping, ids):
     # Two query heads share each KV head.
     served = slice(2 * mine, 2 * mine + 2)
     torch.testing.assert_close(found[:, :, served], alone[:, :, served], **CLOSE)
-    kept = [policy.kept[0] for policy in cache.layers[0].policies]
-    assert memory_report(cache).layers[0].mean_kept == sum(kept) / 2
+    retained = [policy.kept[0] for policy in cache.layers[0].policies]
+    assert memory_report(cache).layers[0].mean_kept == sum(retained) / 2
 
 
 def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -359,7 +359,7 @@ def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
     with headwise.apply(model) as handle:
         cache = handle.new_cache()
         hook = module.register_forward_pre_hook(
-            lambda _, given: outs.append(given[0].unflatten(-1, (4, -1)))
+            lambda _, inputs: outs.append(inputs[0].unflatten(-1, (4, -1)))
         )
         fed(model, tokens, (20, 11, 1), cache)
     hook.remove()
@@ -377,14 +377,14 @@ def test_policy_memory_equals_retained_tokens(case, sizes, build, keeping, ids):
         fed(model, ids(600), sizes, cache)
     for layer, report in zip(cache.layers, memory_report(cache).layers, strict=True):
         (policy,) = layer.policies
-        (kept,) = policy.kept
-        headroom = policy.size(kept) - kept
-        assert headroom <= max(256, kept // 8)
+        (retained,) = policy.kept
+        headroom = policy.size(retained) - retained
+        assert headroom <= max(256, retained // 8)
         # Scores and positions, and sinks as they came, are a few bytes more.
-        assert report.device <= 1.02 * token * (kept + headroom) + 4 * token
-        assert report.kept == kept and report.seen == 600
+        assert report.device <= 1.02 * token * (retained + headroom) + 4 * token
+        assert report.kept == retained and report.seen == 600
         if case in DROPPING:
-            assert kept < 250
+            assert retained < 250
 
 
 def policy_of(case: Case, build: Callable[..., Any]) -> Any:
@@ -454,11 +454,11 @@ def test_policy_step_writes_only_its_rows(case, build):
 def test_policy_backends_and_dtypes_agree(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(60)
-    found = []
+    results = []
     for backend in ("reference", "auto"):
         with keeping(model, case.record).apply(model, backend=backend) as handle:
-            found.append(fed(model, tokens, (40, 1), handle.new_cache()))
-    torch.testing.assert_close(*found, **CLOSE)
+            results.append(fed(model, tokens, (40, 1), handle.new_cache()))
+    torch.testing.assert_close(*results, **CLOSE)
     narrow = model.to(torch.bfloat16)
     with keeping(narrow, case.record).apply(narrow) as handle:
         cache = handle.new_cache()
@@ -467,7 +467,7 @@ def test_policy_backends_and_dtypes_agree(case, build, keeping, ids):
         small = torch.float32 if name == "scores" else torch.bfloat16
         assert tensor.dtype == (torch.int32 if name == "positions" else small)
     # Nothing is dropped of 16 tokens but by fractions.
-    expected = found[0][:, :16]
+    expected = results[0][:, :16]
     assert isinstance(case.record, H2O) or (logits - expected).norm() < 0.05 * expected.norm()
 
 
@@ -485,8 +485,8 @@ def test_policy_softcap_applies_to_output_and_scores(record, build, keeping, ids
     model = build("Gemma2", layer_types=["full_attention"] * 2)
     tokens = ids(60)
     with keeping(model, record).apply(model) as handle:
-        found = fed(model, tokens, (30, 20, 1), handle.new_cache())
-    torch.testing.assert_close(found, model(tokens, use_cache=False).logits, **CLOSE)
+        logits = fed(model, tokens, (30, 20, 1), handle.new_cache())
+    torch.testing.assert_close(logits, model(tokens, use_cache=False).logits, **CLOSE)
     small = {"heavy": 9, "recent": 5, "budget": 14}
     fewer = record.model_copy(update={k: v for k, v in small.items() if hasattr(record, k)})
     both = []

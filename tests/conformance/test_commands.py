@@ -153,7 +153,7 @@ MISSING = [
     [(v, *row) for v, words in TYPED.items() for row in MISSING if row[0] in words.split()],
 )
 def test_missing_file_error_names_it(verb, word, other, says, refused):
-    refused(says, verb, *(other if given == word else given for given in TYPED[verb].split()))
+    refused(says, verb, *(other if part == word else part for part in TYPED[verb].split()))
 
 
 @pytest.mark.parametrize(
@@ -317,10 +317,10 @@ def test_bug_is_raised_unchanged(bug):
 
 
 def test_error_with_verbose_prints_traceback(headwise):
-    usual = headwise("show none.yaml")
+    plain = headwise("show none.yaml")
     verbose = headwise("show none.yaml -v")
-    assert usual[2].count("\n") == 1
-    assert "Traceback" in verbose[2] and verbose[2].endswith(usual[2])
+    assert plain[2].count("\n") == 1
+    assert "Traceback" in verbose[2] and verbose[2].endswith(plain[2])
 
 
 def test_closed_or_full_output_exits_cleanly():

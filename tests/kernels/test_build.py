@@ -135,19 +135,19 @@ def test_load_rejects_truncated_library(tmp_path):
 
 
 def test_build_in_threads_runs_one_at_a_time(monkeypatch):
-    running, most = 0, 0
+    running, peak = 0, 0
 
     def slow():
-        nonlocal running, most
+        nonlocal running, peak
         running += 1
-        most = max(most, running)
+        peak = max(peak, running)
         time.sleep(0.02)
         running -= 1
 
     monkeypatch.setattr(build, "_load", slow)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: load(), range(4))) == [None] * 4
-    assert most == 1
+    assert peak == 1
 
 
 def test_build_in_processes_compiles_once(cache, compiler, tmp_path, monkeypatch):

@@ -206,13 +206,13 @@ def test_index_is_validated_once_and_built_index_never(monkeypatch):
     q, k, v, _ = inputs()
     plan = LayerPlan([make("vertical_slash", vertical=70, slash=64), make("dense")], 1)
     built = plan.build(q, k, ragged=Ragged.left_padded([150], 200, 200))
-    asked = []
+    calls = []
     monkeypatch.setattr(
         "kernels.index.SparseIndex.check_shapes",
-        lambda self: asked.append("shapes" if self._valid else "entries"),
+        lambda self: calls.append("shapes" if self._valid else "entries"),
     )
     sparse_attention(q, k, v, built)
-    assert "entries" not in asked
+    assert "entries" not in calls
     hand = replace(plan.build(q, k), window=90)
     assert not hand._valid
     sparse_attention(q, k, v, hand)

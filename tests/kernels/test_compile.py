@@ -95,9 +95,9 @@ def sized(case: Any, dim: int | tuple[int, int], dtype: torch.dtype) -> Any:
 
 def launched(target: str, case: attention_cases.Case) -> list[KernelCall]:
     """The launches of a call: tables, attention, and the merge of parts."""
-    given = attention_cases.problem(case, HOST)
+    problem = attention_cases.problem(case, HOST)
     with recorded(architecture(target)) as calls:
-        call = AttentionCall(given.q, given.k, given.v, given.index, **given.rest)
+        call = AttentionCall(problem.q, problem.k, problem.v, problem.index, **problem.rest)
         backend.run(call, splits=case.splits)
     return calls
 
@@ -138,13 +138,13 @@ def of_builders(
             make("block_sparse", blocks=9),
             make("block_sparse", blocks=9, coverage=coverage),
         ]
-        with recorded(architecture(target)) as made:
+        with recorded(architecture(target)) as builds:
             LayerPlan(patterns * 2, 2).build(q, k, **how)
-        calls |= {(call.kernel, *call.constants.values()): call for call in made}
-    found = {}
+        calls |= {(call.kernel, *call.constants.values()): call for call in builds}
+    result = {}
     for (name, *_), call in calls.items():
-        found.setdefault(name, []).append(call)
-    return found
+        result.setdefault(name, []).append(call)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_tables_and_top_k_of_mixed_sizes(target):
     entries = torch.zeros(1, 4, 2, dtype=torch.int32)
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
-    scores, each = torch.empty(1, 4, 3, 16_385), torch.empty(1, dtype=torch.int32)
-    _, choice = builders.top_k(TopKCall(scores, [50] * 4, [None] * 4, 1, each, each))
+    scores, lengths = torch.empty(1, 4, 3, 16_385), torch.empty(1, dtype=torch.int32)
+    _, choice = builders.top_k(TopKCall(scores, [50] * 4, [None] * 4, 1, lengths, lengths))
     for call in (backend.tables(index, 2, None, alone=(1,)), choice):
         assert compiled(call, target).excess(target, HALF) is None, call.kernel
 

@@ -228,8 +228,8 @@ BUILDERS = [
     ),
 )
 def test_builders_match_torch(name):
-    most = builder_cases.ERROR if name in builder_cases.MEANS else 0
-    assert builder_cases.error(name, DEVICE) <= most
+    limit = builder_cases.ERROR if name in builder_cases.MEANS else 0
+    assert builder_cases.error(name, DEVICE) <= limit
 
 
 def test_estimate_is_bitwise_reproducible_and_stores_no_attention():
@@ -310,11 +310,11 @@ def test_numbers_first_copied_in_a_graph_are_correct_at_each_replay():
     # Nothing has been replayed, and others ask already.
     assert copies.on_device(values, DEVICE).tolist() == list(values)
     copies._copied.cache_clear()
-    others = [torch.zeros(len(values), dtype=torch.int64).pin_memory() for _ in range(8)]
+    buffers = [torch.zeros(len(values), dtype=torch.int64).pin_memory() for _ in range(8)]
     for _ in range(2):
         read.zero_()
         graph.replay()
-        assert read.tolist() == list(values) and not any(other.any() for other in others)
+        assert read.tolist() == list(values) and not any(other.any() for other in buffers)
 
 
 def test_dense_index_at_long_length_equals_causal_attention():

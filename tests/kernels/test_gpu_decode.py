@@ -54,8 +54,8 @@ CORE = (
 def test_decode_kernels_match_reference(name, dtype):
     case = replace(CASES[name], dtype=dtype)
     for scores in ("sum", "max"):
-        found = run(case, DEVICE, partial(decode_attention, backend="triton"), scores)
-        assert close(found, dtype), (scores, found)
+        result = run(case, DEVICE, partial(decode_attention, backend="triton"), scores)
+        assert close(result, dtype), (scores, result)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 16, 17, 128])
@@ -64,8 +64,8 @@ def test_decode_kernels_match_reference(name, dtype):
 )
 def test_decode_with_any_number_of_splits_matches_reference(name, splits):
     case = replace(LARGE[name], dtype=torch.bfloat16)
-    found = run(case, DEVICE, serve(triton, splits=splits), "sum")
-    assert close(found, torch.bfloat16), found
+    result = run(case, DEVICE, serve(triton, splits=splits), "sum")
+    assert close(result, torch.bfloat16), result
 
 
 def test_auto_selects_triton_and_is_bitwise_reproducible_with_and_without_scores():
@@ -91,8 +91,8 @@ def test_prompt_scores_match_reference(name):
     case = PROMPTS[name]
     if case.dtype == torch.float32 and max(case.head_dim, case.v_dim) > 256:
         pytest.skip("heads as wide as these do not fit the memory of this GPU")
-    found = run(case, DEVICE, partial(decode_attention, backend="triton"), "sum")
-    assert close(found, case.dtype), found
+    result = run(case, DEVICE, partial(decode_attention, backend="triton"), "sum")
+    assert close(result, case.dtype), result
 
 
 def test_long_prompt_scores_are_bitwise_reproducible():
@@ -100,8 +100,8 @@ def test_long_prompt_scores_are_bitwise_reproducible():
     qkv, _, _ = problem(case, DEVICE)
     first, again = (decode_attention(*qkv, scores="sum", backend="triton") for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
-    found = errors(first, oracle(case, DEVICE, "sum"), 5000 * 4)
-    assert close(found, torch.bfloat16), found
+    error = errors(first, oracle(case, DEVICE, "sum"), 5000 * 4)
+    assert close(error, torch.bfloat16), error
 
 
 def test_offsets_beyond_two_billion_elements_are_correct(vast_cache):
@@ -109,9 +109,9 @@ def test_offsets_beyond_two_billion_elements_are_correct(vast_cache):
     q = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16, device=DEVICE)
     tokens = torch.arange(length - 300, length, dtype=torch.int32, device=DEVICE)[None]
     some = {"tokens": tokens, "scores": "sum", "backend": "triton"}
-    found = decode_attention(q, vast_cache, vast_cache, **some)
+    result = decode_attention(q, vast_cache, vast_cache, **some)
     near = vast_cache[:, :, -300:].float()
     expected = decode_attention(q.float(), near, near, scores="sum", backend="reference")
-    assert close(errors(found, expected, 1), torch.bfloat16)
+    assert close(errors(result, expected, 1), torch.bfloat16)
     windowed = decode_attention(q, vast_cache, vast_cache, window=300, backend="triton")
     assert float((windowed.out.float() - expected.out).abs().max()) <= TOLERANCES[torch.bfloat16][0]

@@ -125,8 +125,8 @@ def test_index_of_head_is_independent_of_other_heads(layer):
     together = LayerPlan(patterns, kv_heads).build(q, k)
     group = len(patterns) // kv_heads
     for head, alone in enumerate(patterns):
-        one = slice(head // group, head // group + 1)
-        index = LayerPlan([alone], 1).build(q[:, head : head + 1], k[:, one])
+        group_slice = slice(head // group, head // group + 1)
+        index = LayerPlan([alone], 1).build(q[:, head : head + 1], k[:, group_slice])
         assert torch.equal(index.to_mask()[:, 0], together.to_mask()[:, head])
         assert torch.equal(index.computed_tiles()[:, 0], together.computed_tiles()[:, head])
 
@@ -179,8 +179,8 @@ def test_head_attends_to_keys_in_its_rows():
         index.padded_tiles()[:, 1:7].eq(PAD).all()
         and index.padded_tiles(slice(-1, None))[:, 7].ne(PAD).sum() == 2 * 2
     )
-    one = index.sequence(1)
-    assert torch.equal(one.to_mask()[0], index.to_mask()[1])
+    single = index.sequence(1)
+    assert torch.equal(single.to_mask()[0], index.to_mask()[1])
 
 
 @pytest.mark.parametrize(

@@ -48,18 +48,18 @@ class Operations(TorchDispatchMode):
         self.counts = Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.is_view:
-            return found
+            return result
         name = func.overloadpacket.__name__
         if name in WAITS:
             self.counts.waits.append(name)
         if name not in FREE + RESERVE:
             self.counts.torch += 1
-        for x in found if isinstance(found, tuple | list) else (found,):
+        for x in result if isinstance(result, tuple | list) else (result,):
             if isinstance(x, Tensor):
                 self.counts.largest = max(self.counts.largest, x.numel() * x.element_size())
-        return found
+        return result
 
 
 @contextmanager

@@ -47,10 +47,10 @@ def forget() -> None:
 def attention() -> None:
     for name in interpreted.KEPT["attention"]:
         case = interpreted.in_its_dtype(attention_cases.SMALL, name)
-        given = attention_cases.problem(case, HOST)
-        out, lse = attention_cases.served(case, given, partial(attend, backend="toy"))
-        attention_cases.check(out, given.out, "out", case.dtype)
-        attention_cases.check(lse, given.lse, "lse", case.dtype)
+        problem = attention_cases.problem(case, HOST)
+        out, lse = attention_cases.served(case, problem, partial(attend, backend="toy"))
+        attention_cases.check(out, problem.out, "out", case.dtype)
+        attention_cases.check(lse, problem.lse, "lse", case.dtype)
 
 
 def decode() -> None:
@@ -63,9 +63,9 @@ def decode() -> None:
 
 def gradient() -> None:
     for name in ("length 65", "soft-cap 2", "window 100, soft-cap, 130 of 700"):
-        found = gradients.gradients(gradients.CASES[name], torch.float32, "toy")
+        result = gradients.gradients(gradients.CASES[name], torch.float32, "toy")
         _, right = gradients.problem(gradients.CASES[name], torch.float32)
-        gradients.check(found, right, gradients.TOLERANCES[torch.float32])
+        gradients.check(result, right, gradients.TOLERANCES[torch.float32])
 
 
 def estimate() -> None:
@@ -136,8 +136,8 @@ def test_new_backend_is_registered_by_name_and_selected_by_auto(added):
         assert registry.fast("attention", Operands(q, k, v)) == ("toy", None)
         assert torch.equal(sparse_attention(q, k, v, index), expected)
     assert added.served["attention"] == 1
-    known = "unknown backend 'abacus'; known: auto, triton, cpu, reference, toy"
-    with pytest.raises(ValueError, match=known):
+    message = "unknown backend 'abacus'; known: auto, triton, cpu, reference, toy"
+    with pytest.raises(ValueError, match=message):
         sparse_attention(q, k, v, index, backend="abacus")
     reason = "backend 'toy' cannot serve this call: it is a toy for the CPU, not for meta"
     with pytest.raises(ValueError, match=reason):
@@ -159,15 +159,15 @@ def test_op_backend_has_supports_and_run(name, op):
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
 def test_backend_support_is_checked_once_per_call(backend, monkeypatch):
-    asked = []
+    calls = []
     for op in ("attention", "decode"):
         served = registry.implementation(op, "cpu")
         supports = served.supports
         monkeypatch.setattr(
-            served, "supports", lambda call, op=op, ask=supports: asked.append(op) or ask(call)
+            served, "supports", lambda call, op=op, ask=supports: calls.append(op) or ask(call)
         )
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
     index = dense_index(1, 2, 70, 70, q.device)
     sparse_attention(q, k, v, index, backend=backend)
     decode_attention(q[:, :, -1:], k, v, backend=backend)
-    assert asked == ["attention", "decode"]
+    assert calls == ["attention", "decode"]

@@ -45,8 +45,8 @@ def expected(
 def test_dense_attention_equals_causal_attention(backend, window, q_len, k_len):
     q, k, v = inputs(q_len, k_len, batch=2)
     for sinks in (None, torch.randn(6)):
-        found = dense_attention(q, k, v, window=window, sinks=sinks, backend=backend)
-        for actual, wanted in zip(found, expected(q, k, v, window, sinks), strict=True):
+        result = dense_attention(q, k, v, window=window, sinks=sinks, backend=backend)
+        for actual, wanted in zip(result, expected(q, k, v, window, sinks), strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
     out = torch.empty_like(q)
     assert dense_attention(q, k, v, window=window, out=out)[0] is out
@@ -113,13 +113,13 @@ def test_merge_attention_of_two_parts_equals_one_softmax(few, masked, softcap):
     values = v.repeat_interleave(H // G, 1)
     lse = logits[..., few:].logsumexp(-1)
     out = (logits[..., few:] - lse[..., None]).exp().nan_to_num() @ values[:, :, few:]
-    found = merge_attention(
+    result = merge_attention(
         *(out, lse, q, k[:, :, :few], v[:, :, :few]),
         seen=seen[:, :few] if masked else None,
         scale=0.3,
         softcap=softcap,
     )
-    torch.testing.assert_close(found, logits.softmax(-1) @ values)
+    torch.testing.assert_close(result, logits.softmax(-1) @ values)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -223,8 +223,8 @@ def test_skip_threshold_is_per_sequence():
     out = sparse_attention(q, k, v, index, skipped=skipped)
     for s, part in enumerate((slice(0, 300), slice(300, 700))):
         own = torch.zeros(1, 3, dtype=torch.int32)
-        one = [x[:, :, part] for x in (q, k, v)]
-        alone = sparse_attention(*one, plan.build(*one[:2]), skipped=own, backend="reference")
+        qkv = [x[:, :, part] for x in (q, k, v)]
+        alone = sparse_attention(*qkv, plan.build(*qkv[:2]), skipped=own, backend="reference")
         assert torch.equal(own[0], skipped[s]) and int(own.sum()) > 0
         assert torch.allclose(out[:, :, part], alone, atol=1e-5)
 

@@ -52,14 +52,14 @@ def test_paged_build_of_different_lengths_uses_pages_per_sequence():
     ],
 )
 def test_paged_build_rejects_inconsistent_pages(change, message):
-    given = {
+    arguments = {
         "k": torch.zeros(3, 64, 2, 8),
         "block_table": torch.zeros(1, 2, dtype=torch.int32),
         "k_len": 128,
     } | change
     with pytest.raises(ValueError, match=message):
         LayerPlan([make("vertical_slash", vertical=1, slash=1)] * 4, 2).build(
-            torch.zeros(1, 4, 5, 8), **given
+            torch.zeros(1, 4, 5, 8), **arguments
         )
 
 
@@ -94,9 +94,9 @@ def check_entries(index: SparseIndex) -> None:
         assert bool(((entries < most) | (entries == PAD)).all())
 
 
-def same(one: SparseIndex, other: SparseIndex) -> Tensor:
+def same(first: SparseIndex, second: SparseIndex) -> Tensor:
     """(B, H): whether the masks are the same."""
-    return (one.to_mask() == other.to_mask()).all(dim=(2, 3))
+    return (first.to_mask() == second.to_mask()).all(dim=(2, 3))
 
 
 @pytest.mark.parametrize("place", PLACES)

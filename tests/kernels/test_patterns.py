@@ -41,15 +41,15 @@ def smallest(mass: Sequence[float], share: float | None, size: int, forced: int)
     """
     rest = sorted(range(min(forced, len(mass)), len(mass)), key=lambda i: (-mass[i], i))
     order = [*range(min(forced, len(mass))), *rest]
-    chosen = []
+    selected = []
     for place in order[:size]:
         enough = (
-            share is not None and share < 1 and sum(mass[i] for i in chosen) >= share * sum(mass)
+            share is not None and share < 1 and sum(mass[i] for i in selected) >= share * sum(mass)
         )
         if place >= forced and (enough or (share is not None and mass[place] == 0)):
             break
-        chosen.append(place)
-    return set(chosen)
+        selected.append(place)
+    return set(selected)
 
 
 def masses(
@@ -113,13 +113,13 @@ def tile_masses(q: Tensor, k: Tensor, reach: int) -> dict[int, dict[int, float]]
     The mean query attends to the mean keys up to its own, in tiles within reach."""
     offset = len(k) - len(q)
     keys = torch.stack([part.double().mean(0) for part in k.split(TILE)])
-    found = {}
+    result = {}
     for at in range(offset // TILE, len(keys)):
         mine = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
         first = max(at - reach, 0)
         weights = (keys[first : at + 1] @ q[mine].double().mean(0) * 0.25).softmax(0)
-        found[at] = dict(enumerate(weights.tolist(), start=first))
-    return found
+        result[at] = dict(enumerate(weights.tolist(), start=first))
+    return result
 
 
 @pytest.mark.usefixtures("builder")
@@ -150,8 +150,8 @@ def test_block_sparse_selects_fewest_for_coverage(q_len, k_len, window, share):
                 order = [at, *(tile for tile in sorted(tiles) if tile != at)]
                 forced = 1 + (0 in tiles)
                 mass = [tiles[tile] for tile in order]
-                chosen = smallest(mass, share, max(blocks, 2), forced)
-                assert kept(listed[at - index.first_row]) == {order[i] for i in chosen} - {at}
+                selected = smallest(mass, share, max(blocks, 2), forced)
+                assert kept(listed[at - index.first_row]) == {order[i] for i in selected} - {at}
 
 
 @pytest.mark.usefixtures("builder")
@@ -192,18 +192,18 @@ def test_top_k_indices_match_definition(data):
         data.draw(st.one_of(st.none(), st.lists(st.integers(0, 45), min_size=2, max_size=2)))
         for _ in range(2)
     )
-    each = {
+    per_sequence = {
         name: torch.tensor(x, dtype=torch.int32)
         for name, x in (("ends", ends), ("counts", counts))
         if x
     }
     scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, 1, n)
     before = scores.clone()
-    found = top_k_indices(scores, sizes, coverage, forced=forced, **each)
+    result = top_k_indices(scores, sizes, coverage, forced=forced, **per_sequence)
     assert (
         torch.equal(scores, before)
-        and found.dtype == torch.int32
-        and found.shape[-1] == min(n, max(sizes))
+        and result.dtype == torch.int32
+        and result.shape[-1] == min(n, max(sizes))
     )
     for sequence in range(2):
         for head in range(3):
@@ -217,10 +217,10 @@ def test_top_k_indices_match_definition(data):
             expected = smallest(
                 [mass[i] for i in there], coverage[head], size, sum(i < forced for i in there)
             )
-            assert found[sequence, head, 0].tolist()[: len(expected)] == sorted(
+            assert result[sequence, head, 0].tolist()[: len(expected)] == sorted(
                 there[i] for i in expected
             )
-            assert set(found[sequence, head, 0].tolist()[len(expected) :]) <= {PAD}
+            assert set(result[sequence, head, 0].tolist()[len(expected) :]) <= {PAD}
 
 
 @pytest.mark.usefixtures("builder")
@@ -241,11 +241,11 @@ def test_estimate_of_any_heads_matches_definition(q_len, k_len, window):
     q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
     k = torch.randn(2, k_len, 3, 24).transpose(1, 2)
     heads, last_q = [5, 0, 4, 1], [10, 64, 10, 3]
-    found = estimate(q, k, heads, last_q, scale=0.2, window=window)
+    result = estimate(q, k, heads, last_q, scale=0.2, window=window)
     for at, (head, asked) in enumerate(zip(heads, last_q, strict=True)):
-        one = slice(head // 2, head // 2 + 1)
-        expected = masses(q[:, head : head + 1], k[:, one], asked, window, scale=0.2)
-        for one_mass, right in zip((found.vertical, found.slash()), expected, strict=True):
+        kv_slice = slice(head // 2, head // 2 + 1)
+        expected = masses(q[:, head : head + 1], k[:, kv_slice], asked, window, scale=0.2)
+        for one_mass, right in zip((result.vertical, result.slash()), expected, strict=True):
             torch.testing.assert_close(one_mass[:, at].double(), right[:, 0], atol=1e-5, rtol=1e-5)
 
 
@@ -376,7 +376,7 @@ def test_make_error_names_the_fault(kind, sizes, message):
     ],
 )
 def test_plan_error_names_the_mismatch(change, message):
-    given = {"heads": 4, "kv_heads": 2, "q": (1, 4, 5, 8)} | change
+    arguments = {"heads": 4, "kv_heads": 2, "q": (1, 4, 5, 8)} | change
     with pytest.raises(ValueError, match=message):
-        plan = LayerPlan([make("dense")] * given["heads"], given["kv_heads"])
-        plan.build(torch.zeros(given["q"]), torch.zeros(1, 2, 5, 8))
+        plan = LayerPlan([make("dense")] * arguments["heads"], arguments["kv_heads"])
+        plan.build(torch.zeros(arguments["q"]), torch.zeros(1, 2, 5, 8))

@@ -279,7 +279,7 @@ def test_every_raise_statement_has_a_case():
 
 def test_error_messages_are_unique():
     """Of all that kernels refuse: what several calls check is one function."""
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for path in sorted(KERNELS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError":
@@ -287,9 +287,9 @@ def test_error_messages_are_unique():
                 where = f"{path.name}, line {node.lineno}"
                 # A reason that is handed on is no sentence.
                 if sentence != "{}":
-                    assert sentence not in found, (where, found[sentence])
-                    found[sentence] = where
-    assert len(found) > 50
+                    assert sentence not in messages, (where, messages[sentence])
+                    messages[sentence] = where
+    assert len(messages) > 50
 
 
 def words(message: ast.expr) -> Iterator[str]:

@@ -122,9 +122,9 @@ def test_prompt_sums_that_do_not_build_use_another_backend(builds):
     builds(lambda constants: "QUERIES" in constants)
     x = torch.randn(1, 2, 30, 16)
     for _ in range(2):
-        found = decode_attention(x, x, x, scores="sum")
+        result = decode_attention(x, x, x, scores="sum")
         expected = decode_attention(x, x, x, scores="sum", backend="cpu")
-        torch.testing.assert_close(found.scores, expected.scores)
+        torch.testing.assert_close(result.scores, expected.scores)
     assert "failed to build" in str(decode_triton.supports(Operands(x, x, x)))
     with pytest.raises(ValueError, match="'triton' cannot serve this call: its kernel failed"):
         decode_attention(x, x, x, scores="sum", backend="triton")

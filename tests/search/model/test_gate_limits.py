@@ -169,9 +169,9 @@ def losses(
 
 
 def test_losses_are_grouped_by_task():
-    made = [sequence("kv", (2, 3)), sequence("prose", ()), sequence("kv", (5,))]
+    sequences = [sequence("kv", (2, 3)), sequence("prose", ()), sequence("kv", (5,))]
     contexts = context_losses(
-        made,
+        sequences,
         [
             losses((2, 3), [0.2, 0.6], [True, False], [True, True], 0.1),
             losses((), [], [], [], 0.3),
@@ -194,10 +194,10 @@ def test_losses_are_grouped_by_task():
 
 
 def test_answer_kinds_are_separate_and_counted_per_context():
-    one = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))
+    facts_sequence = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))
     lost = losses((2, 2, 2), [0.4, 0.4, 0.0], [False, False, True], [True, True, True], 0.1)
-    kept = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
-    asked, later, pool = by_task([one] * 8, [lost] * 4 + [kept] * 4)
+    unchanged = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
+    asked, later, pool = by_task([facts_sequence] * 8, [lost] * 4 + [unchanged] * 4)
     assert pool.task == POOL
     assert (asked.task, asked.answers, asked.lost) == ("facts/asked", 16, 8)
     assert (later.task, later.answers, later.lost) == ("facts/later", 8, 0)
@@ -212,10 +212,10 @@ def test_answer_kinds_are_separate_and_counted_per_context():
 @pytest.mark.parametrize("contexts", [1, 2, 3])
 def test_answers_of_fewer_than_four_contexts_prove_nothing(contexts):
     """One prompt that loses both answers says nothing of others; four that do are a finding."""
-    one = sequence("chain", (2, 2))
+    chain = sequence("chain", (2, 2))
     gone = losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01)
-    (few,) = by_task([one] * contexts, [gone] * contexts)
-    (four,) = by_task([one] * 4, [gone] * 4)
+    (few,) = by_task([chain] * contexts, [gone] * contexts)
+    (four,) = by_task([chain] * 4, [gone] * 4)
     assert few.lost == 2 * contexts and few.nll_rise == four.nll_rise == 1.5
     assert Limits().violation([few]) is None and Limits().worst_ratio([few]) == pytest.approx(
         0.01 / 0.05
@@ -232,23 +232,23 @@ def test_answers_of_fewer_than_four_contexts_prove_nothing(contexts):
     assert "not tested" not in format_row(four) and "too few to see" in format_row(four)
 
 
-def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
+def facts(fewer: int, other_losses: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
     """A context with three kinds of answers, of which dense attention gets ten, five and five."""
     sizes = (1,) * 20
     labels = ("asked",) * 10 + ("chained",) * 5 + ("later",) * 5
-    one = replace(sequence("facts", sizes), labels=labels)
-    right = [at >= fewer for at in range(10)] + [at >= others for at in range(5)] * 2
-    found = losses(sizes, [0.0] * 20, right, [True] * 20, 0.01)
-    return replace(one, ids=(seed, *one.ids[1:])), found
+    sequence_ = replace(sequence("facts", sizes), labels=labels)
+    right = [at >= fewer for at in range(10)] + [at >= other_losses for at in range(5)] * 2
+    result = losses(sizes, [0.0] * 20, right, [True] * 20, 0.01)
+    return replace(sequence_, ids=(seed, *sequence_.ids[1:])), result
 
 
 def test_pooled_loss_of_one_in_five_is_detected():
     """Four contexts; in each kind of answers it may be chance, over all of them it is not."""
-    made, found = zip(
+    sequences, results = zip(
         *(facts(*some, seed=at) for at, some in enumerate([(3, 0), (0, 2), (3, 0), (1, 1)])),
         strict=True,
     )
-    tasks = by_task(made, found)
+    tasks = by_task(sequences, results)
     *kinds, pool = tasks
     assert all(Limits().violation([task]) is None for task in kinds)
     assert (pool.task, pool.prompts, pool.answers) == (POOL, 4, 80)
@@ -257,15 +257,15 @@ def test_pooled_loss_of_one_in_five_is_detected():
         "all answers: accuracy falls from 1.00 to 0.84 of 80 questions"
     )
     assert Limits().worst_ratio(tasks) == pytest.approx(13 / 80 / 0.1)
-    assert Limits().violation(by_task(made[:3], found[:3])) is None
+    assert Limits().violation(by_task(sequences[:3], results[:3])) is None
     assert Limits(max_lost=None).violation(tasks) is None
 
 
 def test_pool_counts_context_once_and_needs_several_kinds():
     """Twice the answers of the same four contexts leave their share as uncertain as it was."""
-    one, found = facts(2, 1, seed=1)
+    prompt, result = facts(2, 1, seed=1)
     other, same = facts(0, 0, seed=2)
-    contexts = context_losses([one, other, one, other], [found, same, found, same])
+    contexts = context_losses([prompt, other, prompt, other], [result, same, result, same])
     *_, pool = task_figures(contexts)
     # Two contexts are two units, however many answers they have and however often they come.
     assert (pool.task, pool.prompts, pool.fewer_low) == (POOL, 2, None)
@@ -275,9 +275,9 @@ def test_pool_counts_context_once_and_needs_several_kinds():
 
 
 def test_mean_kl_counts_a_prompt_set_once():
-    one, found = facts(0, 0)
+    prompt, result = facts(0, 0)
     window = sequence("prose", ())
-    contexts = context_losses([one, window], [found, losses((), [], [], [], 0.05)])
+    contexts = context_losses([prompt, window], [result, losses((), [], [], [], 0.05)])
     assert len(contexts) == 4 and mean_kl(contexts) == pytest.approx((0.01 + 0.05) / 2)
 
 

@@ -22,15 +22,15 @@ SEARCHED = [0, 2]
 def chosen_at(price: float, losses: np.ndarray, costs: np.ndarray) -> list[int]:
     """Each part's step by step up its hull while a step saves more than the price."""
     wide = np.broadcast_to(costs, losses.shape)
-    found = []
+    results = []
     for cost, loss in zip(wide, losses, strict=True):
         line = hull(cost, loss)
         steps = itertools.takewhile(
             lambda two: slope(cost, loss, *two) > price,  # noqa: B023
             itertools.pairwise(line),
         )
-        found.append([line[0], *(dearer for _, dearer in steps)][-1])
-    return found
+        results.append([line[0], *(dearer for _, dearer in steps)][-1])
+    return results
 
 
 def cost_of(entries: list[int], costs: np.ndarray) -> float:
@@ -48,8 +48,8 @@ def test_selection_by_recorded_price_stays_within_budget(seed):
     total = float(rng.uniform(costs[:, 0].sum(), costs[:, -1].sum()))
     entries, price = spend(losses, costs, total)
     by_price = chosen_at(price, losses, costs)
-    most = cost_of(entries, costs) * (1 + 1e-9)
-    assert cost_of(by_price, costs) <= most <= total * (1 + 1e-9)
+    limit = cost_of(entries, costs) * (1 + 1e-9)
+    assert cost_of(by_price, costs) <= limit <= total * (1 + 1e-9)
     if price == 0:
         assert by_price == entries
     # A part that got something else got more: what was left over fitted a flatter step.
@@ -112,13 +112,13 @@ def test_identical_entries_select_the_last():
 def combinations(heads: CostCurves, values: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
     """Cost, value and choice (2, H) of every combination of the searched heads' candidates."""
     own = heads.costs[TAIL][heads.searched]
-    worth = values[heads.searched]
-    found = []
+    gains = values[heads.searched]
+    results = []
     for choice in itertools.product(range(own.shape[2]), repeat=own.shape[0] * own.shape[1]):
         at = np.array(choice).reshape(own.shape[:2])[..., None]
-        cost, value = (np.take_along_axis(of, at, -1)[..., 0] for of in (own, worth))
-        found.append((float(cost.sum()), float(value.sum()), at[..., 0]))
-    return found
+        cost, value = (np.take_along_axis(of, at, -1)[..., 0] for of in (own, gains))
+        results.append((float(cost.sum()), float(value.sum()), at[..., 0]))
+    return results
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -128,13 +128,13 @@ def test_allocation_of_one_budget_is_optimal(seed):
     loss = heads.curves[TAIL].loss(kinds)
     every = combinations(heads, loss)
     price = float(np.random.default_rng(seed).exponential())
-    total, _, choice = min(every, key=lambda one: one[1] + price * one[0])
-    found = heads.allocate(total, TAIL, prompt_weights=kinds)
-    assert found.candidates[1].tolist() == [-1, -1]
-    np.testing.assert_array_equal(found.candidates[SEARCHED], choice)
-    assert found.cost == pytest.approx(total)
+    total, _, choice = min(every, key=lambda entry: entry[1] + price * entry[0])
+    allocation = heads.allocate(total, TAIL, prompt_weights=kinds)
+    assert allocation.candidates[1].tolist() == [-1, -1]
+    np.testing.assert_array_equal(allocation.candidates[SEARCHED], choice)
+    assert allocation.cost == pytest.approx(total)
     best = min(value for cost, value, _ in every if cost <= total * (1 + 1e-9))
-    assert np.nansum(found.pick(loss)) == pytest.approx(best)
+    assert np.nansum(allocation.pick(loss)) == pytest.approx(best)
 
 
 def test_digest_identifies_the_allocation():
@@ -152,9 +152,9 @@ def test_rows_and_plans_name_patterns_and_skip_layers():
         make("dense"),
         make("dense"),
     )
-    found = heads_of(0).allocate(100, TAIL)
-    rows, patterns = found.rows(candidates)
+    allocation = heads_of(0).allocate(100, TAIL)
+    rows, patterns = allocation.rows(candidates)
     assert rows[1] is None and rows[0] is not None and rows[2] is not None
     assert set(rows[0] + rows[2]) == set(patterns)
-    plans = found.plans(candidates, 1)
+    plans = allocation.plans(candidates, 1)
     assert set(plans) == {0, 2} and all(plan.dense_tail == TAIL for plan in plans.values())

@@ -75,7 +75,7 @@ def direct(
     sizes = stream._sizes[whole.layer][:length].double()
     names = ("change", "squared", "size", "recall", "first_order", "fisher", "tiles")
     candidates = with_a_threshold(length)
-    found = {name: np.empty((heads, len(candidates))) for name in names}
+    scores = {name: np.empty((heads, len(candidates))) for name in names}
     for c, pattern in enumerate(candidates):
         index = LayerPlan([pattern] * heads, groups, dense_tail=tail).build(q, k, scale=whole.scale)
         skipped = torch.zeros(1, heads, dtype=torch.int32)
@@ -94,14 +94,14 @@ def direct(
         lost = (change * by_out).sum(-1)
         for head in range(heads):
             written = rest[head] @ weight[:, head * dim : (head + 1) * dim].T
-            found["change"][head, c] = (written.square().sum(-1) / sizes).sum()
-        found["squared"][:, c] = change.square().sum((1, 2))
-        found["size"][:, c] = dense.square().sum((1, 2))
-        found["recall"][:, c] = (kept - every).exp().sum(-1)
-        found["first_order"][:, c] = lost.sum(-1)
-        found["fisher"][:, c] = lost.square().sum(-1) / 2
-        found["tiles"][:, c] = index.computed_tiles()[0] - skipped[0] / 2
-    return found
+            scores["change"][head, c] = (written.square().sum(-1) / sizes).sum()
+        scores["squared"][:, c] = change.square().sum((1, 2))
+        scores["size"][:, c] = dense.square().sum((1, 2))
+        scores["recall"][:, c] = (kept - every).exp().sum(-1)
+        scores["first_order"][:, c] = lost.sum(-1)
+        scores["fisher"][:, c] = lost.square().sum(-1) / 2
+        scores["tiles"][:, c] = index.computed_tiles()[0] - skipped[0] / 2
+    return scores
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_estimates_are_unbiased_and_deterministic_per_seed(model, monkeypatch):
             patch.setattr(sampled_tiles, "_LEAST", 10_000)
             expected = scored(layer, stream, 0)
         monkeypatch.setattr(sampled_tiles, "_LEAST", 3)
-        found = [scored(layer, stream, seed) for seed in range(40)]
+        estimates = [scored(layer, stream, seed) for seed in range(40)]
         again = scored(layer, stream, 0)
         for name in names:
-            values = np.stack([getattr(one, name) for one in found])
-            error = values.std(0, ddof=1) / len(found) ** 0.5
+            values = np.stack([getattr(one, name) for one in estimates])
+            error = values.std(0, ddof=1) / len(estimates) ** 0.5
             assert (np.abs(values.mean(0) - getattr(expected, name)) <= 4.5 * error + 1e-9).all(), (
                 name
             )
@@ -186,19 +186,19 @@ def test_estimates_are_unbiased_and_deterministic_per_seed(model, monkeypatch):
 )
 def test_tiles_are_sampled_from_each_segment_and_tail(length, tails):
     by_out: Tensor = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
-    found = sampled(by_out, length, tails, 3)
+    samples = sampled(by_out, length, tails, 3)
     n = num_tiles(length)
-    rows = found.rows.tolist()
-    assert rows == sorted(set(rows)) and (found.weights >= 1 - 1e-9).all()
+    rows = samples.rows.tolist()
+    assert rows == sorted(set(rows)) and (samples.weights >= 1 - 1e-9).all()
     assert min(n, 16) <= len(rows) <= 16 + len(tails)
     # What one tail holds beyond a shorter one is drawn from by itself.
     bounds = sorted({n, *(max(0, length - tail) // TILE for tail in tails if tail)})
     for first, last in pairwise(bounds):
         assert any(first <= row < last for row in rows)
     again = sampled(by_out, length, tails, 3)
-    assert torch.equal(again.rows, found.rows) and torch.equal(again.weights, found.weights)
+    assert torch.equal(again.rows, samples.rows) and torch.equal(again.weights, samples.weights)
     if n > 16:
-        assert not torch.equal(sampled(by_out, length, tails, 4).rows, found.rows)
+        assert not torch.equal(sampled(by_out, length, tails, 4).rows, samples.rows)
 
 
 def test_weights_sum_to_all_tiles_and_favor_large_gradients():

@@ -48,7 +48,7 @@ LIMITS = ("max_kl", "max_perplexity", "max_nll")
 
 
 def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[str]:
-    told = {
+    values = {
         "model": str(model),
         "out": str(at),
         "length": str(LENGTH),
@@ -62,7 +62,7 @@ def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[st
         **changes,
     }
     words = ["--no-picture", *more]
-    for name, value in told.items():
+    for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
         if name == "task":
             words += [word for task in value.split() for word in (flag, task)]
@@ -336,14 +336,14 @@ def test_seconds_cost_times_candidates_and_the_result(tiny_model, out, clock, ca
     # Three budgets, and of all kinds some, on each layer; then what was found, and that on half the
     # prompt.
     costs = clock.attention[:3]
-    chosen = clock.attention[3:]
+    timed = clock.attention[3:]
     kinds = {name.partition("(")[0] for name in costs[0][1]}
     patterns = {"AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense"}
     assert kinds == {"0", "1", "2", ANCHOR} | patterns
     # More queries' estimates are added to these times, so none that looks at more is among them.
     assert not any("last_q=256" in name for name in costs[0][1])
-    assert [names for _, names, _ in chosen[:2]] == [["chosen", ANCHOR, SDPA]] * 2
-    assert [tokens for tokens, _, _ in chosen] == [LENGTH // 2, LENGTH] * 3
+    assert [names for _, names, _ in timed[:2]] == [["chosen", ANCHOR, SDPA]] * 2
+    assert [tokens for tokens, _, _ in timed] == [LENGTH // 2, LENGTH] * 3
     # One turn is not counted where each length is timed first.
     warm_ups = [first for _, _, first in clock.attention]
     assert warm_ups == [True, False, False, True, True, *[False] * 4]
@@ -486,11 +486,11 @@ def test_search_interrupted_anywhere_resumes_with_the_same_result(
 ):
     out = tmp_path / "cfg.yaml"
     put: list[Path] = []
-    most = [after]
+    limits = [after]
     real = Ledger.put
 
     def counted(self: Ledger, unit: Any, value: Any) -> Any:
-        if len(put) in most:
+        if len(put) in limits:
             raise KeyboardInterrupt
         put.append(self.folder / f"{unit.key}.unit")
         return real(self, unit, value)
@@ -500,7 +500,7 @@ def test_search_interrupted_anywhere_resumes_with_the_same_result(
         main(["search", *options(tiny_model, out, **SMALL)])
     before = set(put)
     assert set(ledger_of(out).glob("*.unit")) == before and not out.exists()
-    most.clear()
+    limits.clear()
     assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
     assert not before & set(put[after:]) and content(out) == content(small)
     assert not ledger_of(out).exists()
@@ -636,9 +636,9 @@ def test_search_with_storage_records_losses_of_other_calibration_tasks(
     assert main(["search", *options(tiny_model, out, "--fresh", storage=url, **SMALL)]) == 0
     study = optuna.load_study(study_name="cfg", storage=url)
     assert study.metric_names == ["prose", "cost"]
-    calibration, *others = study.trials
+    calibration, *trials = study.trials
     assert calibration.values is None and calibration.user_attrs["passkey"] > 0
-    assert all(len(trial.values) == 2 for trial in others)
+    assert all(len(trial.values) == 2 for trial in trials)
 
 
 def test_search_with_layer_streaming_returns_the_same_result(small, tiny_model, tmp_path):
@@ -700,9 +700,9 @@ def test_spendable_budget_exceeds_cheapest_candidates():
     heads = heads_of(0, heads=4, candidates=8)
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)
-    least = min(map(heads.least, heads.curves))
+    minimum = min(map(heads.least, heads.curves))
     total, why = spendable(heads, 0.25, is_explicit=False, length=128)
-    assert least < total < heads.total(1.0) and total == pytest.approx(
-        least + 0.25 * (heads.total(1.0) - least)
+    assert minimum < total < heads.total(1.0) and total == pytest.approx(
+        minimum + 0.25 * (heads.total(1.0) - minimum)
     )
     assert why is not None and why.startswith("the cheapest candidates cost 0.")
