@@ -109,8 +109,8 @@ def estimate_error(case: Estimate, device: torch.device, backend: str = "triton"
     return max(vertical, largest(result.slash(), expected.slash()))
 
 
-# Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile
-# lacks.
+# Shape of the pooled tensor (B, H, length, D), the requested heads, and the number of positions
+# missing in the first tile.
 MEANS = {
     "means of a token": ((1, 1, 1, 64), (0,), 0),
     "means, 5 missing, D 80, batch 2": ((2, 4, 300, 80), (0, 2, 3), 5),
@@ -288,7 +288,7 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
 
 
 def paged_error(case: Build, device: torch.device) -> float:
-    """Numbers of masses and means, and entries of an index, that dense keys do not give."""
+    """Masses, means and index entries that differ from those of dense keys."""
     with no_native_code():
         result = differences(case, device)
         # Torch would have served in its place, unnoticed.
@@ -427,6 +427,6 @@ SORTS = (
 
 
 def error(name: str, device: torch.device) -> float:
-    """The error of Triton's kernels in a case of any sort; what is counted must be 0."""
+    """The error of Triton's kernels in a case of any sort; counts must be 0."""
     ((case, of_sort),) = ((cases[name], of_sort) for cases, of_sort in SORTS if name in cases)
     return of_sort(case, device)

@@ -50,7 +50,7 @@ class Case:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Scores that the op can give: of more queries than a step's, sums alone."""
+        """Scores that the op can return: only sums for more queries than a step has."""
         return ("sum", "max") if self.q_len <= MAX_QUERIES else ("sum",)
 
 

@@ -4,8 +4,8 @@ In float32 and float16: of bfloat16 the interpreter cuts off bits, and the code 
 
     TRITON_INTERPRET=1 python -m tests.conformance.interpreted kept
 
-runs what `make test` does, by the sort of what is checked: for each case the largest of its errors
-in units of what is allowed, faults of extremes, and reports of the check of memory. With
+runs the cases of `make test` and prints by check: the largest error of each case in units of its
+tolerance, faults with extreme values, and reports of the memory check. With
 OP NAME ... it runs these cases.
 """
 
@@ -118,7 +118,7 @@ def decode(name: str) -> float:
 
 
 def builders(name: str) -> float:
-    """The largest error; what is counted must be 0."""
+    """The largest error; counts must be 0."""
     allowed = 0.5
     if name in (builder_cases.ESTIMATES | builder_cases.MEANS):
         allowed = builder_cases.ERROR
@@ -151,7 +151,7 @@ def main(op: str, *names: str) -> None:
     result = {}
     if op == "kept":
         result["memory"] = reports()
-    # torch.empty gives NaN from here on.
+    # torch.empty returns NaN from here.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     with memory_checked():

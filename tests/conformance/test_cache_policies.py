@@ -40,7 +40,7 @@ class Case:
 
     @property
     def rule(self) -> Any:
-        """Record of what the layers keep."""
+        """Record of the policy of the layers."""
         if self.sliding:
             return Streaming(sinks=0, window=self.sliding, positions="original")
         return self.record
@@ -65,7 +65,7 @@ class Case:
     def build(self, build: Callable[..., Any], **changes: Any) -> Any:
         """A random model of one layer whose cache the policy can hold.
 
-        Several layers, each with a policy of its own, are in tests/runtime/caches."""
+        tests/runtime/caches tests several layers with different policies."""
         changes["num_hidden_layers"] = 1
         if self.sliding:
             return build("Mistral", head_dim=64, sliding_window=self.sliding, **changes)
@@ -147,7 +147,7 @@ def test_policy_attention_and_memory_equal_definition(case, sizes, heads, build,
         torch.testing.assert_close(fed(model, tokens, sizes, cache), expected, **CLOSE)
         assert_holds(cache, layers)
         assert [layer.seen for layer in memory_report(cache).layers] == [N]
-        # A cache that was reset begins anew.
+        # A cache that was reset starts empty.
         cache.reset()
         assert cache.get_seq_length() == 0
         again = fed(model, tokens[:, :20], sizes, cache)
@@ -239,7 +239,7 @@ def test_policy_crop_after_eviction_is_rejected(case, build, keeping, ids):
 
 @every_policy
 def test_policy_crop_of_last_call_works_while_past_states_are_recorded(case, build, keeping, ids):
-    """As in assisted decoding: drafts behind the prompt, then behind a token."""
+    """As in assisted decoding: drafts after the prompt, then after a token."""
     model = case.build(build)
     tokens = ids(60)
     drafts = ids(6, seed=1)
@@ -255,7 +255,7 @@ def test_policy_crop_of_last_call_works_while_past_states_are_recorded(case, bui
             assert cache.layers[0].is_croppable
             cache.crop(-wrong)
             assert cache.get_seq_length() == end
-        # What is not taken back stays.
+        # Tokens that were not cropped remain.
         results.append(fed(model, tokens[:, 49:], (1,), cache))
     torch.testing.assert_close(torch.cat(results, dim=1), expected, **CLOSE)
 
@@ -426,13 +426,13 @@ def test_policy_thousand_steps_leak_no_memory(case, build):
     # Python's smallest object has 16 bytes; other threads of the process allocate some thousand.
     assert grown < 16 * 880
     assert policy.seen == (1100,)
-    # New memory is rare: it has headroom in proportion to what is kept.
+    # New memory is rare: its headroom is proportional to the retained tokens.
     assert moved <= 100
 
 
 @every_policy
 def test_policy_step_writes_only_its_rows(case, build):
-    """No step copies all tokens: beside its own row and sinks at most the dropped one's change."""
+    """No step copies all tokens: only its row, the sinks and the dropped row may change."""
     policy = policy_of(case, build)
     attend(policy, 300)
     for _ in range(20):

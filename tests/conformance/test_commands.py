@@ -134,11 +134,11 @@ def test_command_runs_and_prints_valid_json(verb, headwise):
 
 @pytest.mark.parametrize("verb", OURS)
 def test_unknown_option_error_names_it_and_help(verb, refused):
-    said = refused("--no-such-option", verb, TYPED[verb], "--no-such-option")
-    assert f"headwise {verb} --help" in said
+    output = refused("--no-such-option", verb, TYPED[verb], "--no-such-option")
+    assert f"headwise {verb} --help" in output
 
 
-# A word of a run, what stands in its place, and what the line says.
+# A word of a command, its replacement, and text that the error contains.
 MISSING = [
     ("cfg.yaml", "none.yaml", "none.yaml"),
     ("model", "no/such-model", "no/such-model"),
@@ -210,7 +210,7 @@ def test_unknown_command_is_rejected(words, says, refused):
 
 
 def test_help_and_option_checks_do_not_import_torch():
-    """A word that was mistyped, or a value out of its range, is told in a moment."""
+    """A misspelled word or an out-of-range value is reported at once."""
     code = """
 import sys
 from artifacts import HeadwiseError
@@ -255,7 +255,7 @@ def test_command_page_matches_help(monkeypatch):
 
 
 def test_only_search_divides_work_across_ranks():
-    """And the harness, which does so itself."""
+    """The evaluation harness divides its work by its own means."""
     shared = {verb for verb, config in CONFIGS.items() if config.shares_work}
     assert shared == {"search", "lm-eval"}
 
@@ -349,7 +349,7 @@ def test_ascii_terminal_prints_escapes(headwise):
 
 
 def test_ctrl_c_during_import_prints_one_line(tmp_path):
-    """Of the console script, which imports a command before it runs it, too."""
+    """Also for the console script, which imports a command before it runs it."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
     )

@@ -69,12 +69,14 @@ def test_triton_interpreted_equals_the_reference():
     for op in interpreted.KEPT:
         assert faults(result[op]) == {}, op
     # The check of memory, under which every case runs, finds each misuse.
-    said = result["memory"]
-    assert said["right"] == ""
-    assert "reads_beyond: program 2 reads outside of the call's tensors" in said["reads_beyond"]
-    assert "writes_before: program 0 writes outside of the call's tensors" in said["writes_before"]
-    assert "writes_twice: programs 0 and 1 write the same element" in said["writes_twice"]
-    assert "reads what program" in said["reads_another_s"]
+    report = result["memory"]
+    assert report["right"] == ""
+    assert "reads_beyond: program 2 reads outside of the call's tensors" in report["reads_beyond"]
+    assert (
+        "writes_before: program 0 writes outside of the call's tensors" in report["writes_before"]
+    )
+    assert "writes_twice: programs 0 and 1 write the same element" in report["writes_twice"]
+    assert "reads what program" in report["reads_another_s"]
 
 
 @pytest.mark.slow

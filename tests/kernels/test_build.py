@@ -40,7 +40,7 @@ def compiler(tmp_path, monkeypatch):
     return compiler
 
 
-# Writes a file to where the compiler is told to, and counts the times.
+# Writes the compiler's output file and counts the calls.
 JUNK = 'while [ "$1" != "-o" ]; do shift; done; echo junk > "$2"; echo run >> {0}/runs'
 
 
@@ -50,7 +50,7 @@ def runs(folder: Path) -> int:
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler -O1", " "])
 def test_build_without_compiler_names_reason(cache, monkeypatch, named):
-    """Where the named one is missing another is not taken in its stead."""
+    """A missing compiler named in CXX is not replaced by another."""
     expected = f"no C++ compiler found: CXX is {named!r}"
     if named is None:
         monkeypatch.setenv("PATH", str(cache))
@@ -123,7 +123,7 @@ def test_build_recompiles_library_that_does_not_load(cache, compiler, tmp_path, 
 
 
 def test_load_rejects_truncated_library(tmp_path):
-    """Loading it would end the process."""
+    """Loading a truncated library would crash the process."""
     if reason := build.load():
         pytest.skip(reason)
     command = build.find_compiler()
@@ -151,7 +151,7 @@ def test_build_in_threads_runs_one_at_a_time(monkeypatch):
 
 
 def test_build_in_processes_compiles_once(cache, compiler, tmp_path, monkeypatch):
-    """What keeps them apart is a lock of a file, which keeps apart threads as well."""
+    """A file lock serializes processes, and threads as well."""
     compiler(JUNK.format(tmp_path) + "; sleep 0.1")
     monkeypatch.setattr(
         build, "_why_not_loaded", lambda library: None if library.exists() else "it is not there"
@@ -189,7 +189,7 @@ def test_library_key_depends_on_its_inputs(tmp_path, monkeypatch):
     [("root", "chmod go-w it"), ("folder", "empty it and chmod 700 it"), ("library", "remove it")],
 )
 def test_load_rejects_library_writable_by_others(cache, compiler, where, remedy):
-    """A library that is loaded is run."""
+    """Loading a library executes its code."""
     planted = cache / f"cpu-{build._key([compiler('exit 1')])}.so"
     cache.mkdir(parents=True)
     for path in (cache.parent, cache):

@@ -55,7 +55,7 @@ def test_attention_defaults_equal_causal_softmax():
 
 
 def test_attention_with_broken_index_stays_in_bounds():
-    """Entries that the op refuses, handed past it: native code stops at wild columns and tiles."""
+    """Bypass the op's checks: native code must stop at out-of-range columns and tiles."""
     q, k, v, index = inputs()
     for columns, wild in ((int32(-5, 3), -5), (int32(3, 80, -7, 90), -7)):
         broken = index.changed(columns=columns.expand(1, 2, -1))
@@ -121,7 +121,7 @@ def test_soft_cap_with_extreme_logits_bounds_both_ends(softcap):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offsets_beyond_two_billion_elements_are_correct(dtype):
-    """Strides past 2^31, over address space of which next to nothing is touched."""
+    """Use strides past 2^31 over address space that is hardly touched."""
     q, k, _, index = inputs(4, 2, dtype=dtype)
     far = 3 * 2**30
     row, head, batch = far // 300, far, far + 64
@@ -223,9 +223,9 @@ def test_index_is_validated_once_and_built_index_never(monkeypatch):
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
 @pytest.mark.parametrize("stored", EIGHT_BITS)
 def test_all_eight_bit_codes_decode_as_in_torch(op, dtype, server, stored):
-    """Cases of the conformance suite are drawn at random; here all 256 codes are met."""
+    """Conformance cases are random; this test covers all 256 codes."""
     engine = skip_without(server, {"attention": cpu, "decode": decode_cpu}[op].engines(dtype))
-    # Head i asks for code i of the key; a softmax over one key gives its value, bit by bit.
+    # Head i reads code i of the key; a softmax over one key returns its value bit for bit.
     q = torch.eye(256, dtype=dtype)[None, :, None]
     index = dense_index(1, 256, 1, 1, q.device)
 

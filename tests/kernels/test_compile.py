@@ -53,8 +53,8 @@ def attention(**more: Any) -> attention_cases.Case:
 
 _SERVING = {"dense_tail": 64, "ragged": Ragged.left_padded([448], 448, 448), "page": 16}
 _SKIPPING = {"index": "random:7,0,0", "skip": -3.0}
-# What an index has beside its own tiles, and how K and V lie. Lists are served one query tile a
-# program.
+# Parts of an index other than its own tiles, and the layout of K and V. Lists run one query tile
+# per program.
 VARIANTS = {
     "diagonals": attention(index="random:2,0,0"),
     "diagonals, columns": attention(),
@@ -248,7 +248,7 @@ def test_decode(target, dim, name, dtype):
 
 
 def test_growing_cache_triggers_no_compilation():
-    """Sizes that change from step to step are neither constants nor looked at for divisibility."""
+    """Sizes that change each step are neither constants nor specialized on divisibility."""
 
     def launches(length, chosen):
         q = torch.empty(2, 6, 1, 64)

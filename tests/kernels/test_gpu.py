@@ -74,7 +74,7 @@ LARGE = {
         f"{name}, window, tail, soft-cap, {sorts}": case(
             heads=4, kv_heads=2, index=f"random:{sorts}", window=512, dense_tail=64,
             softcap=30.0,
-            page=16, given=True,
+            page=16, has_out=True,
         )
         for sorts in ("6,0,300", "6,4,300")
         for name, case in (("padded", PADDED), ("packed", PACKED))
@@ -154,7 +154,7 @@ def test_auto_selects_triton_and_is_bitwise_reproducible():
 @pytest.mark.core
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (9, 3, 64), (4, 1, 256)])
 def test_gradients_match_reference_and_are_bitwise_reproducible(heads, kv_heads, dim):
-    """torch's FlashAttention, which a search's backward pass takes."""
+    """Torch's FlashAttention, which the backward pass of a search uses."""
     torch.manual_seed(0)
     q, grad_out = torch.randn(2, 1, heads, 1000, dim, device=DEVICE).bfloat16()
     k, v = torch.randn(2, 1, kv_heads, 1000, dim, device=DEVICE).bfloat16()
@@ -270,7 +270,7 @@ def no_waiting() -> Iterator[None]:
 )
 @pytest.mark.parametrize("window", [None, 300])
 def test_calls_do_not_synchronize_with_the_gpu(ragged, window):
-    """Neither index nor attention, on the first call or later ones: caches may differ by then."""
+    """Neither index nor attention waits, on the first call or on later ones with warm caches."""
     q = torch.randn(1, 5, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
     k = q[:, :1]
     plan = LayerPlan(LAYER, 1, dense_tail=70)
@@ -286,7 +286,7 @@ def test_calls_do_not_synchronize_with_the_gpu(ragged, window):
 
 
 def test_numbers_copied_on_one_stream_are_correct_on_another():
-    """The copy is late, and nobody waits for it on the host."""
+    """The copy is delayed, and the host does not wait for it."""
     values = tuple(range(1000, 1500))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     copies._copied.cache_clear()
@@ -296,7 +296,7 @@ def test_numbers_copied_on_one_stream_are_correct_on_another():
             copies.on_device(values, DEVICE)
         with torch.cuda.stream(second):
             read = copies.on_device(values, DEVICE) + 0
-    # The stream that reads it here does not wait for the second one by itself.
+    # The stream that reads it here does not wait for the second one implicitly.
     second.synchronize()
     assert read.tolist() == list(values)
 
@@ -345,7 +345,7 @@ def test_offsets_beyond_two_billion_elements_are_correct(vast_cache):
     q = torch.randn(1, heads, 100, dim, dtype=torch.bfloat16, device=DEVICE)
     index = LayerPlan([make("a_shape", sink=64, window=300)] * heads, heads).build(q, k)
     out, lse = triton.run(AttentionCall(q, k, v, index))
-    # What the last head's last queries see: the first tile and an unbroken run of the last ones.
+    # The last head's last queries see the first tile and a contiguous run of the last tiles.
     last = slice(heads - 1, heads)
     recent = torch.arange(length - 7 * TILE, length, device=DEVICE)
     key = torch.cat([torch.arange(TILE, device=DEVICE), recent])

@@ -1,4 +1,4 @@
-"""Bars for what a prefill and a decode step launch and allocate.
+"""Limits on the launches and allocations of a prefill and a decode step.
 
 Our kernels are counted as they are launched, torch's operations as they are called, views left out:
 on a GPU each is a launch.
@@ -25,7 +25,7 @@ from tests.kernels.recording import recorded
 
 # What makes the host wait for the device.
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item")
-# Launch nothing: they look at memory differently, or reserve it.
+# Launch nothing: they create views or reserve memory.
 FREE = ("detach", "alias", "lift_fresh", "set_", "resize_")
 RESERVE = ("empty", "empty_like", "empty_strided", "new_empty")
 
@@ -41,7 +41,7 @@ class Counts:
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operations, and what they make."""
+    """Counts torch operations and the tensors they allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def counting() -> Iterator[Counts]:
     operations.counts.ours += [call.kernel for call in calls]
 
 
-# Every kind; tiles of heads that list them are a launch of their own where none skips.
+# Every kind; heads that list tiles need a separate launch if none skips.
 UNLIKE = [
     make("vertical_slash", vertical=80, slash=90),
     make("a_shape", sink=64, window=64),
@@ -84,20 +84,20 @@ SKIPPING = [*UNLIKE[:5], make("skip_softmax", scale_factor=3.0)]
 
 
 def prefill(length: int, patterns: Sequence[Pattern], window: int | None = None) -> list[Counts]:
-    """The first two calls of a plan: by the second what is made once for a length is there."""
+    """Count the first two calls of a plan; the second one reuses per-length constants."""
     q, k, v = (torch.randn(1, heads, length, 64).half() for heads in (6, 2, 2))
     plan = LayerPlan(patterns, 2)
-    found = []
+    measured = []
     for _ in range(2):
         with counting() as counts:
             index = plan.build(q, k, window=window)
             sparse_attention(q, k, v, index, backend="triton")
-        found.append(counts)
-    return found
+        measured.append(counts)
+    return measured
 
 
 def decode(length: int, **how: Any) -> list[Counts]:
-    """One token over so many keys."""
+    """Count a decode step of one token over `length` keys."""
     q, k, v = (
         torch.randn(1, heads, n, 64).half() for heads, n in ((4, 1), (2, length), (2, length))
     )
@@ -161,7 +161,7 @@ def test_counter_counts_waits_and_allocations():
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("patterns", [BY_NUMBER, EVERY])
 def test_short_chunk_allocates_nothing_as_large_as_the_past(patterns, monkeypatch):
-    """By a short chunk on it, but for torch's scratch, which does not grow: here it is small."""
+    """A short chunk after a long past; torch's scratch has a fixed size and is small here."""
     monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 512)
     monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1 << 16})
     k_len = 16_384

@@ -39,7 +39,7 @@ def added(monkeypatch) -> Iterator[ModuleType]:
 
 
 def forget() -> None:
-    """Have the registry read its table anew."""
+    """Have the registry read its table again."""
     registry.order.cache_clear()
     registry.implementation.cache_clear()
 
@@ -129,7 +129,7 @@ def test_new_backend_is_registered_by_name_and_selected_by_auto(added):
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
     index = dense_index(1, 2, 70, 70, q.device)
     expected = sparse_attention(q, k, v, index, backend="reference")
-    # Before those that are made for no device, after the faster ones of its own.
+    # Before the generic backends and after faster ones for the same device.
     assert registry.order("attention", "cpu") == ("cpu", "toy", "triton", "reference")
     assert registry.fast("attention", Operands(q, k, v)) == ("cpu", None)
     with served_by("toy", "reference", ops=OPS):
@@ -148,7 +148,7 @@ def test_new_backend_is_registered_by_name_and_selected_by_auto(added):
     ("name", "op"), [(name, op) for name, backend in BACKENDS.items() for op in backend.ops]
 )
 def test_op_backend_has_supports_and_run(name, op):
-    """Both take a call; what else `run` takes has a default."""
+    """Both take a call; other parameters of `run` have defaults."""
     served = registry.implementation(op, name)
     for function in (served.supports, served.run):
         (first, *others) = inspect.signature(function).parameters.values()

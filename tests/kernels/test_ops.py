@@ -1,4 +1,4 @@
-"""Ops beside attention and decode: dense attention, parts merged, tokens dropped, tiles skipped.
+"""Other ops: dense attention, merge_attention, drop_lowest and tile skipping.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -247,7 +247,7 @@ def test_skip_without_bound_or_in_short_prompt_skips_nothing():
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_skip_never_skips_non_finite_scores(backend):
-    """A query that is NaN can do without no tile: its row is computed whole."""
+    """A NaN query skips no tile: its whole row is computed."""
     q, k, v = unlike_tiles(700)
     index = dense_index(1, 3, 700, 700, q.device)
     index = replace(index, skip=torch.full((1, 3), -3.0))

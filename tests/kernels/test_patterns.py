@@ -35,9 +35,9 @@ def kept(entries: Tensor) -> set[int]:
 
 
 def smallest(mass: Sequence[float], share: float | None, size: int, forced: int) -> set[int]:
-    """The forced ones, then the heaviest, until the share is held or the size is reached.
+    """Select forced entries, then the heaviest, until the coverage or the size is reached.
 
-    All of the mass (1.0) is held only by all that have any, however little.
+    A coverage of 1.0 needs every entry with nonzero mass.
     """
     rest = sorted(range(min(forced, len(mass)), len(mass)), key=lambda i: (-mass[i], i))
     order = [*range(min(forced, len(mass))), *rest]
@@ -93,7 +93,7 @@ def csr_offsets(distances: set[int], k_len: int) -> set[int]:
 def test_vertical_slash_selects_fewest_for_coverage(
     q_len, k_len, window, share, vertical, slash, last_q
 ):
-    """What lies beyond the window has no mass; where there is none beside it, the first go."""
+    """Keys outside the window have no mass; if no others remain, the first are selected."""
     q, k = problem(q_len, k_len)
     head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q, coverage=share)
     index = LayerPlan([head] * 4, 2).build(q, k, window=window)
@@ -146,7 +146,7 @@ def test_block_sparse_selects_fewest_for_coverage(q_len, k_len, window, share):
         for h, blocks in enumerate(sizes):
             listed = index.padded_tiles()[b, h]
             for at, tiles in tile_masses(q[b, h], k[b, h // 2], reach).items():
-                # The own tile stands first, then the first of all: both are always in.
+                # The query's tile comes first, then tile 0: both are always selected.
                 order = [at, *(tile for tile in sorted(tiles) if tile != at)]
                 forced = 1 + (0 in tiles)
                 mass = [tiles[tile] for tile in order]
@@ -156,7 +156,7 @@ def test_block_sparse_selects_fewest_for_coverage(q_len, k_len, window, share):
 
 @pytest.mark.usefixtures("builder")
 def test_full_coverage_selects_all_nonzero_mass():
-    """Keys that weigh 0 in fp32 but for a few in tiles 1, 2 and 4; and but for tile 2."""
+    """All keys have weight 0 in fp32 except a few in tiles 1, 2 and 4, or in tile 2 only."""
     q, k = torch.ones(1, 2, 500, 16), torch.full((1, 1, 500, 16), -100.0)
     k[:, :, [70, 71, 140, 300]] = 0.1
     sizes = {"vertical": 500, "slash": 500, "last_q": 1}
@@ -178,7 +178,7 @@ def test_full_coverage_selects_all_nonzero_mass():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_top_k_indices_match_definition(data):
-    """Native code and torch alike: ties, entries not to be taken, forced ones, shares."""
+    """Native code and torch agree on ties, masked entries, forced entries and coverage."""
     n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
     # Sixteenths add up exactly, in whatever order.
     score = st.one_of(st.integers(0, 40).map(lambda n: n / 16), st.just(float("-inf")))
@@ -187,7 +187,7 @@ def test_top_k_indices_match_definition(data):
     coverage = data.draw(
         st.lists(st.one_of(st.none(), st.sampled_from([0.25, 0.5, 1.0])), min_size=3, max_size=3)
     )
-    # Two sequences, of which each may have an end and a count of its own.
+    # Two sequences, each with an optional end and count.
     ends, counts = (
         data.draw(st.one_of(st.none(), st.lists(st.integers(0, 45), min_size=2, max_size=2)))
         for _ in range(2)
@@ -236,7 +236,7 @@ def test_top_k_indices_with_negative_and_nan_scores():
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (100, 300)])
 def test_estimate_of_any_heads_matches_definition(q_len, k_len, window):
-    """Heads in any order, of unlike last_q, on some of the KV heads; keys of every layout."""
+    """Heads in any order, with different last_q, on some KV heads, with keys in every layout."""
     torch.manual_seed(k_len)
     q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
     k = torch.randn(2, k_len, 3, 24).transpose(1, 2)
@@ -252,7 +252,7 @@ def test_estimate_of_any_heads_matches_definition(q_len, k_len, window):
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("bytes_of_scratch", [1, 1 << 12])
 def test_build_of_head_is_independent_of_other_heads_and_memory(bytes_of_scratch, monkeypatch):
-    """Heads of one size are built together, some at a time, and put back in their places."""
+    """Heads of equal size are built in batches and returned in their original order."""
     patterns = [
         make("vertical_slash", vertical=90, slash=100),
         make("block_sparse", blocks=4, coverage=0.8),
@@ -276,7 +276,7 @@ def test_build_of_head_is_independent_of_other_heads_and_memory(bytes_of_scratch
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_build_with_half_precision_and_strides_is_correct(dtype):
-    """Keys far beyond rounding: 16 bits and a transposed view choose the same."""
+    """Keys differ by more than rounding: 16 bits and a transposed view select the same."""
     torch.manual_seed(0)
     q = torch.randn(1, 2, 300, 16).abs()
     k = torch.randn(1, 1, 300, 16) * 0.01
@@ -303,7 +303,7 @@ def test_prepared_builder_equals_fresh_builder():
 
 @pytest.mark.usefixtures("builder")
 def test_build_with_ties_selects_the_first():
-    """Rows of tiles that score alike; columns and diagonals that weigh the same."""
+    """Tiles of equal score, and columns and diagonals of equal weight."""
     q, k = torch.zeros(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
     plan = LayerPlan(
         [make("vertical_slash", vertical=100, slash=100, last_q=1), make("block_sparse", blocks=3)],
@@ -317,7 +317,7 @@ def test_build_with_ties_selects_the_first():
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])
 def test_build_reads_no_data_back(q_len, k_len):
-    """Tensors without data, which nobody can wait for, give an index of the same shapes."""
+    """Meta tensors, which hold no data to read, produce an index of the same shapes."""
     plan = LayerPlan(LAYER, 2)
     q, k = problem(q_len, k_len, heads=len(LAYER))
     index, unread = plan.build(q, k), plan.build(q.to("meta"), k.to("meta"))

@@ -175,7 +175,7 @@ DECODE = [
         {"block_table": ONES[:, None], **PAGES, "k": torch.ones(2, 8, 2, 32)[..., ::2]},
         "the last dimension of a paged cache must be contiguous",
     ),
-    # Only the processor looks at values: a GPU would make the host wait.
+    # Only the CPU checks values: on a GPU the check would make the host wait.
     ({"starts": ONES * -1}, "starts must not be negative, got -1 for sequence 0"),
     ({"ends": ONES * 41}, "ends must be at most the key length 40, got 41 for sequence 0"),
     ({"tokens": int32(30, 7).expand(2, 2)}, "tokens must ascend below 40, got 7 after 30"),
@@ -262,7 +262,7 @@ def refusals() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
 
 
 def test_every_raise_statement_has_a_case():
-    """No sentence is there for nothing: each statement that raises is one that raises here."""
+    """Each statement that raises is executed by a case of this file."""
     met = set()
     for op, arguments in refusals():
         with pytest.raises(ValueError) as error:
@@ -278,7 +278,7 @@ def test_every_raise_statement_has_a_case():
 
 
 def test_error_messages_are_unique():
-    """Of all that kernels refuse: what several calls check is one function."""
+    """A check that several calls share is one function."""
     messages: dict[str, str] = {}
     for path in sorted(KERNELS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

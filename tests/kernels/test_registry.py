@@ -27,7 +27,7 @@ def nothing_known(monkeypatch):
 
 
 def test_failed_build_is_tried_once(monkeypatch, caplog):
-    """A CPU in place of a GPU: its fastest backend fails as a Triton build does."""
+    """Use a CPU in place of a GPU: its fastest backend fails like a Triton build."""
     tried = []
 
     def fails(call):
@@ -47,8 +47,8 @@ def test_failed_build_is_tried_once(monkeypatch, caplog):
     assert caplog.messages == [f"backend 'cpu' not used: {reason}"]
     assert registry.why_not("decode", Operands(x, x, x))["cpu"] == reason
     assert registry._failed == {("decode", "here"): reason}
-    for known in (True, False):
-        if not known:
+    for is_recorded in (True, False):
+        if not is_recorded:
             registry._failed.clear()
         with pytest.raises(ValueError, match=f"backend 'cpu' cannot serve this call: {reason}"):
             decode_attention(x, x, x, backend="cpu")
@@ -66,8 +66,8 @@ def test_device_error_is_not_a_build_failure(error):
 
 @pytest.fixture
 def builds():
-    """builds(fails) -> attention kernels that were tried: Triton serves on the CPU, its launches do
-    nothing, and fail to build where `fails` says so of what is compiled in."""
+    """builds(fails) -> attempted attention kernels. Triton runs on the CPU and launches do nothing;
+    a build fails if `fails` returns True for its constants."""
     with recorded(), pytest.MonkeyPatch.context() as patch:
 
         def builds(fails):

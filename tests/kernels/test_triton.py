@@ -28,7 +28,7 @@ def test_cpu_tensors_are_declined_without_importing_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     x = torch.ones(1, 1, 4, 8)
     for name in ("attention.triton_launch", "attention.triton", "decode.triton"):
-        # As at the first import: what it imports of triton raises.
+        # As at the first import: importing triton raises.
         spec = importlib.util.find_spec(f"kernels.{name}")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -92,13 +92,13 @@ def test_head_dim_splits_into_two_powers_of_two(dim):
 
 
 def test_second_part_of_values_is_never_narrow():
-    """On an H100 second parts of 16 and 32 columns came out wrong (Triton 3.6)."""
+    """On an H100, second parts of 16 and 32 columns are incorrect (Triton 3.6)."""
     assert split_values(80) == (128, 0) and split_values(48) == (64, 0)
     assert split_values(192) == (128, 64) and split_values(300) == (256, 64)
 
 
 def test_float32_avoids_hopper_tensor_cores():
-    """On an H100 tf32 came out wrong in some shapes and read beyond shared memory (Triton 3.6)."""
+    """On an H100, tf32 is incorrect in some shapes and reads past shared memory (Triton 3.6)."""
     assert triton_launch.precision_of_float32("sm_90", 64) == "ieee"
     assert triton_launch.precision_of_float32("sm_80", 64) == "tf32x3"
 
@@ -109,12 +109,12 @@ def test_every_target_has_a_configuration(target):
         assert select_config(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
         assert 128 % select_config(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
         assert serves(target, dim=dim, itemsize=itemsize)
-    # Tensor memory of 512 columns holds no output of more than 256 of them beside logits.
+    # 512 columns of tensor memory do not fit logits and an output of more than 256 columns.
     assert serves(target, dim=512, itemsize=2) == (target != "sm_100")
 
 
 def test_build_name_contains_derived_constants(monkeypatch):
-    """Triton's cache on disk knows builds by name, those of other releases among them."""
+    """Triton's disk cache finds builds by name, including those of other releases."""
     x = torch.ones(1, 1, 4, 8)
     call = AttentionCall(x, x, x, dense_index(1, 1, 4, 4, x.device))
     how = triton.prepare(call)[1].constants["H"]

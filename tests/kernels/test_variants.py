@@ -32,12 +32,12 @@ arguments = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", sys.argv[2]
 sys.exit(pytest.main(arguments))
 """
 SUITE = ("conformance/test_kernel_backends.py", "kernels/test_calls.py")
-# All engines at every odd size, and what bad indices and bad numbers do.
+# All engines at every odd size, and invalid indices and non-finite values.
 WHICH = (
     "(cpu or broken or padding or infinite or soft_cap) and "
     "not 4097 and not 4100 and not 1000 and not heads"
 )
-# Of these one of each sort, for `make test`.
+# One of each of these, for `make test`.
 FEW = (
     f"({WHICH}) and "
     "(length or strided or packed or pages or window or rising or broken or infinite or 33)"
@@ -47,7 +47,7 @@ FEW = (
 def conform(
     flags: str, which: str = WHICH, suite: tuple[str, ...] = SUITE, **environment: str
 ) -> str:
-    """What pytest prints of these files with a library that is compiled for it, and kept."""
+    """Return pytest's output for these files with a library built with the flags and cached."""
     files = [str(ROOT / "tests" / name) for name in suite]
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, flags, which, *files],
@@ -87,7 +87,7 @@ def test_other_instruction_sets_pass(flags, needs):
 
 @pytest.mark.slow
 def test_avx2_on_newer_processor_passes():
-    """Elsewhere it is what all the other tests run."""
+    """On an AVX2 processor all other tests run it."""
     skip_without("avx512f")
     conform(AVX2[0], FEW)
 
@@ -95,7 +95,7 @@ def test_avx2_on_newer_processor_passes():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_sanitizers_report_nothing():
-    """Addresses and undefined behaviour, with heap blocks filled with NaN."""
+    """Check addresses and undefined behavior, with heap blocks filled with NaN."""
     if reason := build.load():
         pytest.skip(reason)
     compiler = shutil.which("g++")
@@ -121,14 +121,14 @@ def test_sanitizers_report_nothing():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_emulated_tiles_pass():
-    """AMX's engine where there is no AMX; what is emulated is tested below."""
+    """Run the AMX engine without AMX; the emulated instructions are tested below."""
     skip_without("avx512_bf16")
     printed = conform(
         "-DHEADWISE_EMULATE_TILES",
         "amx or not (float or dot)",
         (*SUITE, "kernels/test_patterns.py"),
     )
-    # Decoding a few queries has an engine of its own.
+    # Decoding a few queries uses a separate engine.
     assert len(re.findall("no engine 'amx'", printed)) <= 1
 
 

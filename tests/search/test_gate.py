@@ -1,4 +1,4 @@
-"""headwise gate: what passes, what does not, and how that is told."""
+"""headwise gate: artifacts that pass and fail, and the reports."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ def test_gate_lossless_artifact_passes(exact, tiny_model, capsys):
 
 
 def test_gate_with_too_few_correct_answers_proves_nothing(exact, fine_tune, tmp_path, capsys):
-    """A random model gets none right: that nothing is lost says nothing."""
+    """A random model answers nothing correctly, so zero lost answers prove nothing."""
     out = tmp_path / "new.yaml"
     record = tmp_path / "record.json"
     arguments = f"--dtype float32 --length {LENGTH} --task passkey --out {out} --json {record}"
     assert main(["gate", str(exact), "--model", str(fine_tune), *arguments.split()]) == 3
-    said = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out.splitlines()
     why = "not proven: 0 right answers of 4 contexts; dense attention gets none right: "
-    assert said[0].startswith(why)
-    assert said[-1] == "nothing was written: it is not proven" and not out.exists()
+    assert output[0].startswith(why)
+    assert output[-1] == "nothing was written: it is not proven" and not out.exists()
     report = json.loads(record.read_text())
     assert (report["passes"], report["fault"]) == (False, None)
     assert report["verdict"] == {"proven": False, "why": "0 right answers of 4 contexts"}
@@ -88,9 +88,9 @@ def test_gate_lossy_artifact_fails_with_worst_heads_and_writes_nothing(
     record = tmp_path / "record.json"
     more = ["--out", str(tmp_path / "new.yaml"), "--json", str(record)]
     assert main(["gate", str(poor), *options(tiny_model, *more)]) == 3
-    said = capsys.readouterr().out
-    assert said.startswith("fails: prose: ") and "nothing was written: search again" in said
-    assert len([line for line in said.splitlines() if line.startswith("  head ")]) == 10
+    output = capsys.readouterr().out
+    assert output.startswith("fails: prose: ") and "nothing was written: search again" in output
+    assert len([line for line in output.splitlines() if line.startswith("  head ")]) == 10
     assert list(tmp_path.iterdir()) == [record]
     heads = json.loads(record.read_text())["heads"]
     errors = [error for _, _, error, _ in heads]
@@ -101,7 +101,7 @@ def test_gate_lossy_artifact_fails_with_worst_heads_and_writes_nothing(
 
 
 def test_gate_evaluates_growing_patterns_at_prompt_length(tiny_model, tmp_path):
-    """Windows that are a tile at 64 tokens and all of the prompt at 700 lose nothing there."""
+    """Windows of a tile at 64 tokens cover the whole prompt at 700 and lose nothing."""
     grown = artifact_of(tiny_model, tmp_path / "grown.yaml", NARROW, length=64)
     assert main(["gate", str(grown), *options(tiny_model)]) == 0
 
@@ -130,8 +130,9 @@ def test_gate_passing_artifact_is_written_for_fine_tune(exact, fine_tune, tmp_pa
     with pytest.raises(HeadwiseError, match="this artifact is for another model: weights_sha256"):
         main(["gate", str(source), *options(fine_tune)])
     assert main(["gate", str(source), *options(fine_tune), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert f"wrote {out}, for {fine_tune}" in said and "measured on other weights: decode" in said
+    output = capsys.readouterr().out
+    assert f"wrote {out}, for {fine_tune}" in output
+    assert "measured on other weights: decode" in output
     new = artifacts.load(out)
     loaded = load_model(str(fine_tune), dtype="float32")
     assert new.model == fingerprint(loaded.model, name=loaded.name)
@@ -168,8 +169,8 @@ def retrieving(
 ) -> list[tuple[int, int]]:
     """Heads without which a fifth of dense attention's answers are lost; at most three.
 
-    They are measured on four contexts of their own, in the two layers without whose heads the
-    answers of two of these contexts become least likely."""
+    They are measured on four separate contexts, in the two layers whose removal makes the
+    answers of two of these contexts least likely."""
     prompts = make_prompts(
         "facts", loaded.tokenizer, length=length, samples=4 * per_context("facts"), seed=7
     )
@@ -218,8 +219,8 @@ def test_gate_fails_on_lost_answers_even_if_means_pass(model, unseen, tmp_path):
     record = tmp_path / "record.json"
     code = main(["gate", str(out), "--model", model, "--json", str(record)])
     # So few answers may prove nothing: that no fault is found is all that there is.
-    judged = json.loads(record.read_text())
-    assert judged["fault"] is None and code == (0 if judged["passes"] else 3)
+    report = json.loads(record.read_text())
+    assert report["fault"] is None and code == (0 if report["passes"] else 3)
     artifact, arrays = artifacts.load_pair(out)
     loaded = load_model(model)
     seen = Seen.by([arrays])

@@ -37,8 +37,8 @@ from tests.sampling import sampled
 from tests.search.conftest import PAPER
 from tests.tiny_text_model import save_tokenizer
 
-# Architectures: one without a trait of its own, and one for each of a fused projection, a softcap,
-# layers that slide, sinks, another layout of modules, and experts. The runtime's matrix has all.
+# Architectures: a plain one, and one for each of a fused projection, a softcap, sliding layers,
+# sinks, another layout of modules, and experts. The runtime's matrix has all.
 TRAITS = ("Llama", "Phi3", "Gemma2", "Gemma3", "GptOss", "GPTNeoX", "Qwen3Moe", "Exaone4", "Llama4")
 
 
@@ -119,7 +119,7 @@ def test_heads_result_runs_on_each_architecture(family, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_search_with_shared_kv_layers_covers_all_of_them(tmp_path):
-    """Also Gemma 4's layers whose queries transformers cuts to those whose logits are asked for."""
+    """Also Gemma 4's layers, whose queries transformers cuts to those with requested logits."""
     model = tiny_of_family(
         "Gemma4", vocab_size=260, vocab_size_per_layer_input=260, **GEMMA4_SHARED
     )
@@ -157,9 +157,9 @@ def test_search_with_failing_kernel_build_reports_one_line(tiny_model, monkeypat
     # Not what this process has loaded before.
     monkeypatch.setattr(build, "load", build._load)
     assert serving_backend("auto", model, "float32", "cpu") == "reference"
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("only the reference backend serves here")
-    assert "false" in said
+    output = capfd.readouterr().err
+    assert output.count("\n") == 1 and output.startswith("only the reference backend serves here")
+    assert "false" in output
     assert serving_backend("auto", model, "float32", "cpu", quiet=True) == "reference"
     assert serving_backend("reference", model, "float32", "cpu") == "reference"
     assert capfd.readouterr().err == ""
@@ -183,7 +183,7 @@ def test_serving_backend_checks_each_backend_once_and_raises_other_errors(
         raise error
 
     monkeypatch.setattr(cpu, "run", failing)
-    # A build that fails for this call alone: `supports` goes on to say that the kernel serves.
+    # A build that fails for this call alone: `supports` still accepts the kernel.
     error: Exception = CannotBuildError("its kernel failed to build: no registers")
     assert serving_backend("auto", model, "float32", "cpu") == "reference"
     assert "its kernel failed to build: no registers" in capfd.readouterr().err
@@ -217,12 +217,12 @@ def test_demo_searches_applies_and_prints_key_and_picture(tiny_model, loaded, tm
     )
     assert demo.demonstrate(config, loaded)
     artifact = artifacts.load(out)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert artifact.search is not None and artifact.search.allocation == "model"
     assert artifact.evidence.reported_on.name == "held-out"
     assert artifact.evidence.measurements, "the search is by the seconds of this machine"
-    assert said.startswith("$ the command\n") and f"wrote {out}" in said
-    *_, key, picture = said.splitlines()
+    assert output.startswith("$ the command\n") and f"wrote {out}" in output
+    *_, key, picture = output.splitlines()
     assert re.match(rf"pass key \d+ hidden in {LENGTH} tokens: not found by dense attention", key)
     assert "not found by Headwise, which answers '" in key
     assert picture == f"picture of the patterns: {out.with_suffix('.png')}"
@@ -284,7 +284,7 @@ def test_demo_selects_length_that_takes_minutes(
     )
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", positions)
     assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 0
-    # What is not proven faster is a finding.
+    # A search that is not proven faster is a finding.
     assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 3
     model = "other" if "other" in words else "smollm2"
     budget_option = "" if budget is None else f" --budget {budget}"
@@ -299,5 +299,5 @@ def test_demo_selects_length_that_takes_minutes(
         command=f"headwise search --model {model} --length {length}{budget_option} --out {out}",
     )
     assert ran == [config, config]
-    said = capsys.readouterr().out
-    assert says in said and bool(said) == bool(says)
+    output = capsys.readouterr().out
+    assert says in output and bool(output) == bool(says)

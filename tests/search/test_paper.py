@@ -25,7 +25,7 @@ def test_paper_space_matches_the_paper():
 
 
 def test_paper_a_shape_is_unchanged():
-    """Algorithm 1 starts from the pattern that defines the target, and keeps it."""
+    """Algorithm 1 starts from the pattern that defines the target and returns it unchanged."""
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
     build = KINDS["a_shape"].prepare([SPACE[0]] * 2, Inputs(range(2), q, q, 1.0))
     target = target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0)

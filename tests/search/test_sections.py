@@ -122,7 +122,7 @@ def test_filters_killed_run_resumes_with_the_same_result(command, tmp_path, monk
 def test_in_place_update_and_later_search_preserve_other_sections(
     command, by_head, tiny_model, tmp_path, monkeypatch
 ):
-    """Also a section that another command writes meanwhile."""
+    """Also preserve a section that another command writes concurrently."""
     out = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(by_head), out, artifacts.load_arrays(by_head))
     section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
@@ -183,19 +183,19 @@ def kv_command(tiny_model: Path, by_head: Path, out: Path, *more: str) -> list[s
 
 
 def test_kv_writes_budgets_that_the_runtime_applies(tiny_model, by_head, tmp_path, capsys):
-    """Into the file that it starts from, of which the rest stays."""
+    """It writes into its input file and leaves the rest unchanged."""
     own = tmp_path / "cfg.yaml"
     before, arrays = artifacts.load_pair(by_head)
     artifacts.save(before, own, arrays)
     file = tmp_path / "figures.json"
     main(["kv", *kv_command(tiny_model, own, own, "--target-share", "0.25", f"--json={file}")])
-    said = capsys.readouterr().out
-    assert "searched   KL" in said and "even       KL" in said
-    assert said.endswith(f"headwise evaluate {own} --model {tiny_model} --out report/\n")
+    output = capsys.readouterr().out
+    assert "searched   KL" in output and "even       KL" in output
+    assert output.endswith(f"headwise evaluate {own} --model {tiny_model} --out report/\n")
     figures = json.loads(file.read_text())
     assert sum(figures["budgets"].values()) == 3 * 2 and figures["held_out"]["even"]["kl"] > 0
-    # What one prompt says may be chance.
-    assert not figures["better"] and "not better beyond chance" in said
+    # A single prompt may be chance.
+    assert not figures["better"] and "not better beyond chance" in output
     after, more = artifacts.load_pair(own)
     assert (after.prefill, after.patterns) == (before.prefill, before.patterns)
     assert more["kv.error"].shape == (3, 2, len(more["kv.shares"])) and set(arrays) < set(more)

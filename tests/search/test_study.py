@@ -60,8 +60,8 @@ def test_study_with_unreachable_storage_reports_one_line_without_password():
     for url in ("study", *SECRET_URLS):
         with pytest.raises(HeadwiseError, match="cannot use the storage") as error:
             check_storage(url)
-        said = str(error.value)
-        assert "\n" not in said and "secret" not in said and "hidden" not in said
+        message = str(error.value)
+        assert "\n" not in message and "secret" not in message and "hidden" not in message
 
 
 def test_storage_password_with_at_sign_is_rejected_before_connecting():

@@ -37,7 +37,7 @@ def every_choice(layers: list[int], rules: Rules) -> list[Choice]:
 
 
 def cost_by_hand(cost: np.ndarray, layers: list[int], choice: Choice) -> float:
-    """Every sparse layer costs what the nearest filter before it leaves out."""
+    """Return the cost: for each sparse layer, the mass that its nearest earlier filter drops."""
     summed = 0.0
     latest = -1
     for layer in layers:

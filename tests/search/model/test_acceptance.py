@@ -1,4 +1,4 @@
-"""The gate's rounds, with losses by a formula: sets that judge and report, and the frontier."""
+"""The gate's rounds with losses from a formula: test sets, report sets and the frontier."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def losses(allocation: Allocation, factor: float) -> tuple[ContextLoss, ...]:
 def passed(
     factors: Mapping[str, float], limit: float
 ) -> tuple[SearchRun, list[tuple[str, float, Any]]]:
-    """Run the gate where each set loses so many times what the curves predict.
+    """Run the gate with losses of each set at a factor times the prediction.
 
-    Returns the run, and (set, cost, numbers) of all that was measured, in order."""
+    Returns the run, and (set, cost, numbers) of each measurement, in order."""
     run = FormulaRun(
         lambda prompts, one, numbers: losses(one, factors[prompts.name]),
         heads=HEADS,
@@ -59,7 +59,7 @@ def passed(
     )
     held_out = cast(Any, iter([Prompts(name) for name in factors]))
     gate(cast(Any, run), Limits(max_kl=limit), held_out)
-    # Each allocation that a set judges, and each point, is a trial.
+    # Each allocation tested on a set, and each point, is a trial.
     sets = [name for _, _, name in run.trials]
     rounds = len(sets) - len(cast(Any, run).points)
     assert sets[:rounds] == [f"held-out set {at + 1}" for at in range(rounds)]
@@ -81,7 +81,7 @@ def test_first_pass_is_reported_on_first_held_out_set():
     assert run.gate_fault is None and run.chosen_on == []
     assert held_out(run) and {name for name, _, _ in measured} == {"first"}
     # By task, the one with few sequences first. Then half and twice the budget, each on the first
-    # contexts of the tasks, as what was chosen.
+    # contexts of the tasks, like the selected allocation.
     numbers = [numbers for _, _, numbers in measured]
     assert numbers == [[4], [0, 1, 2, 3], *[[0, 4]] * len(run.points)]
     assert run.points[0][0].digest == BEST.digest
@@ -95,15 +95,15 @@ def test_first_pass_is_reported_on_first_held_out_set():
 def test_failed_set_raises_the_budget_and_another_set_reports():
     factors = {"first": 1.5, "second": 1.5, "third": 1.0}
     run, measured = passed(factors, JUST_ABOVE)
-    judged = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
-    assert [name for name, _ in judged] == ["first", "second"]
+    evaluated = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
+    assert [name for name, _ in evaluated] == ["first", "second"]
     # Where a task fails the others are not run, and raised nothing.
     failed = [name for name, _, numbers in measured if numbers == [0, 1, 2, 3]]
     assert failed == ["second"]
     assert run.chosen_on == [Sequence("prose", "first")]
     assert len(run.reported_on) == 5 and held_out(run)
-    assert run.allocation.cost == judged[-1][1] > BEST.cost
-    # One step comes to what is aimed at: little less than the limit.
+    assert run.allocation.cost == evaluated[-1][1] > BEST.cost
+    # One step reaches the target, slightly below the limit.
     assert 0.5 < 1.5 * HEADS.predicted(run.allocation) / JUST_ABOVE <= 0.91
 
 
@@ -134,7 +134,7 @@ def test_all_failed_sets_are_named():
 
 
 def test_pooled_answers_fail_where_each_task_passes():
-    """Every other context loses three of ten answers: of one task alone that may be chance."""
+    """Every other context loses three of ten answers; in a single task that may be chance."""
 
     def of(task: str) -> list[ContextLoss]:
         ten = dict.fromkeys(("answers", "dense_right", "tokens"), 10)

@@ -83,7 +83,7 @@ def test_seconds_grow_with_estimated_queries():
 
 
 def test_times_of_equal_tiles_are_averaged():
-    """A table of several head counts says several times what a head's tiles take."""
+    """A table of several head counts lists the time of equal tiles more than once."""
     table = linear_table()
     both = replace(table, costs=table.costs + linear_table(factor=3.0).costs)
     costs = measured(both)
@@ -94,7 +94,7 @@ def test_times_of_equal_tiles_are_averaged():
 def test_fit_recovers_a_line():
     predicted = np.array([0.2, 0.3, 0.6])
     assert line_through(predicted, 1.2 * predicted + 0.02) == pytest.approx((1.2, 0.02))
-    # A measurement that is 10% off moves what is predicted of the others by less.
+    # A measurement that is 10% off changes the other predictions by less.
     factor, constant = line_through(predicted, (1.2 * predicted + 0.02) * np.array([1, 1.1, 1]))
     np.testing.assert_allclose(factor * predicted + constant, 1.2 * predicted + 0.02, rtol=0.08)
 

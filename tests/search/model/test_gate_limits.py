@@ -90,7 +90,7 @@ def test_each_limit_fails_alone(bad, limit, says):
     assert Limits().violation(good) is None
     fault = Limits().violation([*good, bad])
     assert fault == says
-    # Wherever it stands, it is seen; a mean over the tasks would have hidden it.
+    # It is detected at any position; a mean over the tasks would hide it.
     assert Limits().violation([bad, *good]) == fault
     assert Limits(**{limit: None}).violation([*good, bad]) is None
     only = dict.fromkeys(("max_kl", "max_perplexity", "max_nll", "max_lost"))
@@ -116,16 +116,16 @@ RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
         # One lost answer alone fails nothing, and two do.
         *(({"dense_right": right, "lost": 1, "fewer_low": 0.1}, False) for right in (1, 2, 5)),
         *(({"dense_right": right, "lost": 2, "fewer_low": 0.1}, True) for right in (2, 3, 6)),
-        # Answers that are won stand against those that are lost.
+        # Won answers offset lost ones.
         ({"dense_right": 20, "lost": 4, "won": 1, "fewer_low": 0.01}, True),
         ({"dense_right": 20, "lost": 4, "won": 2, "fewer_low": 0.01}, False),
         ({"dense_right": 3, "lost": 2, "won": 1}, False),
-        # What its interval does not tell from none is no finding.
+        # A loss whose interval includes zero is no finding.
         ({"dense_right": 20, "lost": 4, "fewer_low": 0.0}, False),
         ({"dense_right": 20, "lost": 4, "fewer_low": 0.01}, True),
         ({**RISE, "nll_rise_low": -0.01}, False),
         ({**RISE, "nll_rise_low": 0.01}, True),
-        # What is not a number fails.
+        # NaN fails.
         ({"kl": nan}, True),
         ({"perplexity_ratio": nan}, True),
         ({"nll_rise": nan, "nll_rise_low": nan}, True),
@@ -201,8 +201,8 @@ def test_answer_kinds_are_separate_and_counted_per_context():
     assert pool.task == POOL
     assert (asked.task, asked.answers, asked.lost) == ("facts/asked", 16, 8)
     assert (later.task, later.answers, later.lost) == ("facts/later", 8, 0)
-    # Half of eight contexts lose all of their answers: as eight units the share is less certain
-    # than as sixteen.
+    # Half of eight contexts lose all of their answers: the fraction of eight units is less
+    # certain than that of sixteen.
     assert asked.fewer == 0.5 and asked.nll_rise == pytest.approx(0.1)
     half = 2.365 * np.std([1, 0] * 4, ddof=1) / 8**0.5
     assert (asked.fewer_low, asked.fewer_high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-3)
@@ -211,7 +211,7 @@ def test_answer_kinds_are_separate_and_counted_per_context():
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
 def test_answers_of_fewer_than_four_contexts_prove_nothing(contexts):
-    """One prompt that loses both answers says nothing of others; four that do are a finding."""
+    """One prompt that loses both answers proves nothing; four such prompts are a finding."""
     chain = sequence("chain", (2, 2))
     gone = losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01)
     (few,) = by_task([chain] * contexts, [gone] * contexts)
@@ -223,12 +223,12 @@ def test_answers_of_fewer_than_four_contexts_prove_nothing(contexts):
     assert (Limits().violation([four]) or "").startswith("chain: ") and Limits().worst_ratio(
         [four]
     ) > 9
-    # A KL is judged on any number of prompts.
+    # KL is tested on any number of prompts.
     assert Limits(max_kl=0.005).violation([few]) is not None
-    said = format_row(few)
-    assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in said
-    assert "nan" not in said and "None" not in said and "interval" not in said
-    assert said.endswith(f"(not tested: answers take 4 contexts, got {contexts})")
+    row = format_row(few)
+    assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in row
+    assert "nan" not in row and "None" not in row and "interval" not in row
+    assert row.endswith(f"(not tested: answers take 4 contexts, got {contexts})")
     assert "not tested" not in format_row(four) and "too few to see" in format_row(four)
 
 
@@ -236,14 +236,14 @@ def facts(fewer: int, other_losses: int, seed: int = 0) -> tuple[TokenSequence, 
     """A context with three kinds of answers, of which dense attention gets ten, five and five."""
     sizes = (1,) * 20
     labels = ("asked",) * 10 + ("chained",) * 5 + ("later",) * 5
-    sequence_ = replace(sequence("facts", sizes), labels=labels)
+    prompt = replace(sequence("facts", sizes), labels=labels)
     right = [at >= fewer for at in range(10)] + [at >= other_losses for at in range(5)] * 2
     result = losses(sizes, [0.0] * 20, right, [True] * 20, 0.01)
-    return replace(sequence_, ids=(seed, *sequence_.ids[1:])), result
+    return replace(prompt, ids=(seed, *prompt.ids[1:])), result
 
 
 def test_pooled_loss_of_one_in_five_is_detected():
-    """Four contexts; in each kind of answers it may be chance, over all of them it is not."""
+    """In four contexts, each kind of answer may be chance, but all of them together are not."""
     sequences, results = zip(
         *(facts(*some, seed=at) for at, some in enumerate([(3, 0), (0, 2), (3, 0), (1, 1)])),
         strict=True,
@@ -262,7 +262,7 @@ def test_pooled_loss_of_one_in_five_is_detected():
 
 
 def test_pool_counts_context_once_and_needs_several_kinds():
-    """Twice the answers of the same four contexts leave their share as uncertain as it was."""
+    """Twice the answers of the same four contexts do not narrow the interval."""
     prompt, result = facts(2, 1, seed=1)
     other, same = facts(0, 0, seed=2)
     contexts = context_losses([prompt, other, prompt, other], [result, same, result, same])
@@ -286,7 +286,7 @@ def test_mean_kl_counts_a_prompt_set_once():
     [(0, False, None), (1, False, 72), (14, False, 6), (71, False, 2), (72, True, None)],
 )
 def test_too_few_correct_answers_prove_nothing_and_name_samples_needed(right, proven, samples):
-    """As many in the text's line as in all others is no help: it asks for none."""
+    """Correct answers in the text row do not count: it asks no questions."""
     tasks = [*task_figures(contexts_of("kv", right, 4)), text()]
     assert verdict(tasks).proven == proven and verdict(tasks).why.endswith(" of 4 contexts")
     assert verdict(tasks).why.startswith(f"{right} right answer")
@@ -319,7 +319,7 @@ def test_passing_result_reports_text_and_answers():
 
 
 def contexts_of(task: str, right: int, count: int) -> list[ContextLoss]:
-    """So many right answers in all, over so many contexts."""
+    """Spread `right` correct answers over `count` contexts."""
     spread = [right // count + (at < right % count) for at in range(count)]
     return [
         ContextLoss(task=task, digest=str(at), kl=0.01, tokens=9, answers=200, dense_right=some)

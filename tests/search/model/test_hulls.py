@@ -39,7 +39,7 @@ def cost_of(entries: list[int], costs: np.ndarray) -> float:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_selection_by_recorded_price_stays_within_budget(seed):
-    """The same where steep steps do not fit and flatter ones do: their slope is no price."""
+    """Also if steep steps do not fit and flatter ones do: their slope is not the price."""
     rng = np.random.default_rng(seed)
     parts = int(rng.integers(2, 9))
     shape = parts, int(rng.integers(2, 7))
@@ -52,7 +52,7 @@ def test_selection_by_recorded_price_stays_within_budget(seed):
     assert cost_of(by_price, costs) <= limit <= total * (1 + 1e-9)
     if price == 0:
         assert by_price == entries
-    # A part that got something else got more: what was left over fitted a flatter step.
+    # A part with a different entry got a larger one: the remainder fitted a flatter step.
     assert all(
         costs[part, a] <= costs[part, b]
         for part, (a, b) in enumerate(zip(by_price, entries, strict=True))
@@ -74,7 +74,7 @@ def test_price_with_unlimited_budget_is_none():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_hull_includes_collinear_entries(seed):
-    """Entries on a straight line up to rounding all belong to the hull, and only they."""
+    """The hull consists of exactly the entries on a straight line, up to rounding."""
     rng = np.random.default_rng(seed)
     costs = np.append(np.sort(rng.uniform(size=6)), 1.5) * 10 ** rng.uniform(-9, 9)
     losses = 0.3 - 0.1 * costs / costs[-1] * rng.uniform(0.1, 1)

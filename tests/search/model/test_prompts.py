@@ -32,7 +32,7 @@ def test_held_out_prompts_have_more_contexts_than_calibration():
 
 
 def test_question_file_holds_out_four_contexts_if_available(tmp_path):
-    """Its answers are tested over contexts, as generated ones are; windows of a text are two."""
+    """Its answers are tested over contexts like generated ones; a text has two windows."""
     for lines, expected in ((40, 4), (3, 2), (1, 1)):
         file = tmp_path / f"{lines}.jsonl"
         prompts = [
@@ -61,7 +61,7 @@ def test_held_out_hidden_key_prompts_are_fewer_in_a_short_file(lengths, expected
 
 
 def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
-    """Of later sets, which are made when one has failed, there are as many as it lists."""
+    """Later sets, generated after a failure, are limited by the listed windows."""
     config = CONFIG.replace(tasks=("passkey",), length=1024)
     sets = list(held_out_sets(config, LOADED, 1024, Seen()))
     count = len(Seen(sets[0]).digests)
@@ -73,7 +73,7 @@ def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
         next(held_out_sets(config, LOADED, 1024, Seen()))
     monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", two)
     assert list(held_out_sets(config, LOADED, 1024, Seen())) == sets[:2]
-    # The gate tries as many budgets, and headwise gate has a set of its own.
+    # The gate tries as many budgets, and headwise gate has a separate set.
     assert len(sets) == ROUNDS
     own = held_out_prompts(
         ("passkey",), LOADED, length=1024, samples=1, seed=0, seen=Seen(), number=GATE_SET
@@ -84,7 +84,7 @@ def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
 
 
 def test_length_too_short_for_default_tasks_error_names_sufficient_length():
-    """Tasks are named only where the user asked for them; above there are prompts of 4,096."""
+    """The error names only tasks the user requested; at 4,096 tokens the defaults fit."""
     arguments: dict[str, Any] = {"samples": 1, "seed": 0, "seen": Seen(), "number": GATE_SET}
     for length in (256, 1500):
         says = rf"^--length {length} is too short for the held-out prompts; 4096 is enough$"
@@ -104,7 +104,7 @@ def test_length_too_short_for_default_tasks_error_names_sufficient_length():
 @pytest.mark.slow
 @pytest.mark.model
 def test_default_tasks_generate_128k_token_prompts():
-    """Calibration, and a held-out set: no text is too short, and nothing is in both."""
+    """Calibration and a held-out set: no text is too short, and the two are disjoint."""
     config = ModelSearch(
         model="smollm2", out=Path("cfg.yaml"), length=131_072, beyond_positions=True
     )

@@ -32,7 +32,7 @@ def predicted(curves: CostCurves, allocation: Allocation) -> dict[str, float]:
 
 
 def refined(curves: CostCurves, total: float) -> tuple[Allocation, FormulaRun]:
-    """Refine where text and answers lose what the curves say, each by its own factor."""
+    """Refine with losses of text and answers at separate factors times the curves."""
 
     def formula(calibration: Any, allocation: Allocation, numbers: Any) -> list[ContextLoss]:
         losses = predicted(curves, allocation)

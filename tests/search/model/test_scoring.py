@@ -113,7 +113,7 @@ def direct(
     ),
 )
 def test_scores_with_every_tile_equal_each_candidate_alone(family, every_tile, length, total):
-    """Lengths are no multiples of a tile, and turns and answers follow the context."""
+    """Lengths are no multiples of a tile, and chat turns and answers follow the context."""
     model = tiny_model(family)
     layers = []
     look_at_themselves(model)
@@ -121,10 +121,10 @@ def test_scores_with_every_tile_equal_each_candidate_alone(family, every_tile, l
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
         layers.append(layer.inputs.layer)
         assert (layer.inputs.sinks is None) == (family == "Llama")
-        found = score_layer(
+        result = score_layer(
             layer, stream, with_a_threshold(length), length=length, tails=TAILS, seed=0
         )
-        for tail, scores in found.items():
+        for tail, scores in result.items():
             for name, expected in direct(model, layer, stream, length, tail).items():
                 near = 1e-6 * max(1.0, float(np.abs(expected).max()))
                 np.testing.assert_allclose(
@@ -191,7 +191,7 @@ def test_tiles_are_sampled_from_each_segment_and_tail(length, tails):
     rows = samples.rows.tolist()
     assert rows == sorted(set(rows)) and (samples.weights >= 1 - 1e-9).all()
     assert min(n, 16) <= len(rows) <= 16 + len(tails)
-    # What one tail holds beyond a shorter one is drawn from by itself.
+    # The rows that a tail adds to a shorter one are sampled separately.
     bounds = sorted({n, *(max(0, length - tail) // TILE for tail in tails if tail)})
     for first, last in pairwise(bounds):
         assert any(first <= row < last for row in rows)
@@ -221,7 +221,7 @@ def test_weights_sum_to_all_tiles_and_favor_large_gradients():
     [((6,), 1), ((6,), 3), ((6,) * 3, 2), ((6,) * 4, 5), ((6,) * 7, 3), ((1, 6, 4), 2), ((), 1)],
 )
 def test_ranks_divide_prompts_and_remaining_layers(layers, count):
-    """Of each prompt so many layers: an interrupted search has scored the others, from the last."""
+    """`layers` are those left per prompt: an interrupted search scored the last ones already."""
     units = [(number, layer) for number, left in enumerate(layers) for layer in range(left)]
     shares = [Ranks(rank, count).deal(units, lambda unit: unit[0]) for rank in range(count)]
     assert sorted(unit for share in shares for unit in share) == units

@@ -81,7 +81,7 @@ def ledger_of(out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def found(tiny_model, tmp_path_factory):
-    """The artifact of a search, not to be written to; beside its folder its ledger and report."""
+    """Read-only artifact of a search; its resume file and report are next to its folder."""
     folder = tmp_path_factory.mktemp("found")
     out = folder / "out" / "cfg.yaml"
     out.parent.mkdir()
@@ -91,11 +91,11 @@ def found(tiny_model, tmp_path_factory):
         shutil.copytree(ledger.folder, folder / "units")
         remove(ledger)
 
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
         patch.setattr(Ledger, "remove", kept)
         assert main(["search", *options(tiny_model, out)]) == 0
-    (folder / "report.txt").write_text(said.getvalue())
+    (folder / "report.txt").write_text(output.getvalue())
     return out
 
 
@@ -113,7 +113,7 @@ def small(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def out(found, tmp_path):
-    """A file to write; a search goes on from what the one of `found` had finished."""
+    """Output file of a search that resumes from the jobs that `found` finished."""
     out = tmp_path / "cfg.yaml"
     shutil.copytree(found.parents[1] / "units", ledger_of(out))
     return out
@@ -145,14 +145,14 @@ def test_search_writes_a_valid_pair_and_nothing_else(found):
 
 
 def test_report_shows_result_and_next_command(found, tiny_model):
-    said = (found.parents[1] / "report.txt").read_text()
-    assert "patterns for 18 heads" in said and "counted and not timed" in said
-    assert "held-out prompts against dense attention:" in said
+    report = (found.parents[1] / "report.txt").read_text()
+    assert "patterns for 18 heads" in report and "counted and not timed" in report
+    assert "held-out prompts against dense attention:" in report
     passkey, prose = artifacts.load(found).evidence.tasks
-    assert f"passkey {'':18} KL {passkey.kl:.4f}" in said
-    assert f"accuracy dense 0.00, artifact 0.00 of {passkey.answers} questions" in said
-    assert f"perplexity {prose.perplexity_ratio - 1:+.2%}" in said
-    assert said.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
+    assert f"passkey {'':18} KL {passkey.kl:.4f}" in report
+    assert f"accuracy dense 0.00, artifact 0.00 of {passkey.answers} questions" in report
+    assert f"perplexity {prose.perplexity_ratio - 1:+.2%}" in report
+    assert report.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
 
 
 def test_budget_wording_is_equal_in_report_page_and_map(found, capsys):
@@ -160,7 +160,7 @@ def test_budget_wording_is_equal_in_report_page_and_map(found, capsys):
     search = artifact.search
     front = artifact.prefill.front
     assert search.budget == "0.65"
-    # What the gate spent, and what is in the front and in the sidecar.
+    # The budget that the gate spent equals that of the front and the sidecar.
     served = float(arrays["chosen.flops"].sum()) / front.dense_cost
     assert search.spent == pytest.approx(served, abs=1e-4) and search.spent <= 0.65
     spending = f"budget asked 0.65, spent {search.spent:.3f} of dense attention's operations"
@@ -211,7 +211,7 @@ def test_evidence_equals_held_out_measurement(found, tiny_model):
             assert figures.nll_rise == pytest.approx(task.nll_rise, rel=1e-4)
             assert (figures.perplexity_ratio, figures.answers) == (None, task.answers)
             assert (figures.dense_right, figures.lost) == (task.dense_right, task.lost)
-    # What was seen is known by its tokens: calibration and what the gate looked at.
+    # Prompts used by calibration and the gate are identified by their tokens.
     seen = Seen.by([arrays])
     assert all(map(seen.overlaps, [*calibration, *prompts]))
     # Scores are estimates from some tiles; at this length all are taken.
@@ -237,7 +237,7 @@ def test_front_points_can_be_applied(found, tiny_model):
 def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
     sets, found, tiny_model, out, monkeypatch, capsys
 ):
-    """A text may be too short for a second set."""
+    """A text may be too short for a second set of prompts."""
     # The first held-out prompts fail, and from there on all pass.
     verdicts = iter(["prose: too much is lost"])
     monkeypatch.setattr(Limits, "violation", lambda self, tasks: next(verdicts, None))
@@ -251,14 +251,14 @@ def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
     assert 0 < chosen_on.prompts < reported_on.prompts == before.prompts
     assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
     assert (reported_on.sha256 == before.sha256) == (sets == 1)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     if sets == 1:
         assert chosen_on.name == reported_on.name == "by which the budget was raised"
         assert artifact.prefill.front.measured_on == "calibration"
-        assert "held-out prompts" not in said and f"prompts {reported_on.name}" in said
+        assert "held-out prompts" not in output and f"prompts {reported_on.name}" in output
     else:
         assert (reported_on.name, artifact.prefill.front.measured_on) == ("held-out", "held_out")
-        assert "held-out prompts (others raised the budget)" in said
+        assert "held-out prompts (others raised the budget)" in output
 
 
 @dataclass
@@ -269,7 +269,7 @@ class Clock:
     candidates take 0.1 ms.
 
     sdpa: by torch, relative to dense. first_token: times as fast as dense attention to the first
-    token, round by round, over and over. attention: what was timed of it, as (tokens, names,
+    token, round by round, over and over. attention: its timed calls, as (tokens, names,
     whether one turn is not counted). prefills: the ways of each round."""
 
     dense: float = 1e-3
@@ -321,7 +321,7 @@ def last_block(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_seconds_cost_times_candidates_and_the_result(tiny_model, out, clock, capsys):
-    """Dense attention takes ten times as long as patterns, and a whole prefill twice as long."""
+    """Dense attention takes ten times as long as patterns, and a full prefill twice as long."""
     assert main(["search", *options(tiny_model, out, **TIMED)]) == 0
     artifact = artifacts.load(out)
     assert artifact.search is not None and artifact.search.cost.unit == "seconds"
@@ -333,21 +333,21 @@ def test_seconds_cost_times_candidates_and_the_result(tiny_model, out, clock, ca
     assert [one.value for one in attention] == pytest.approx([3e-4] * 3)
     by_baseline = {one.baseline_name: one for one in attention}
     assert by_baseline["dense attention by sdpa"].baseline == pytest.approx(3e-3)
-    # Three budgets, and of all kinds some, on each layer; then what was found, and that on half the
+    # Three budgets, and some of every kind, on each layer; then the result, also on half the
     # prompt.
     costs = clock.attention[:3]
     timed = clock.attention[3:]
     kinds = {name.partition("(")[0] for name in costs[0][1]}
     patterns = {"AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense"}
     assert kinds == {"0", "1", "2", ANCHOR} | patterns
-    # More queries' estimates are added to these times, so none that looks at more is among them.
+    # Estimates of more queries are added to these times, so none of them uses more queries.
     assert not any("last_q=256" in name for name in costs[0][1])
     assert [names for _, names, _ in timed[:2]] == [["chosen", ANCHOR, SDPA]] * 2
     assert [tokens for tokens, _, _ in timed] == [LENGTH // 2, LENGTH] * 3
     # One turn is not counted where each length is timed first.
     warm_ups = [first for _, _, first in clock.attention]
     assert warm_ups == [True, False, False, True, True, *[False] * 4]
-    # Against the fastest dense baseline alone, in turn.
+    # Only against the fastest dense baseline, interleaved.
     assert clock.prefills == [[KERNEL, HEADWISE]] * 6
     block = last_block(capsys)
     assert block[0].startswith(
@@ -374,7 +374,7 @@ def test_seconds_cost_times_candidates_and_the_result(tiny_model, out, clock, ca
 def test_search_without_speedup_writes_only_on_request(
     attention, first_token, says, tiny_model, out, clock, capsys
 ):
-    """Too little is gained in attention, or the whole prefill is slower for all of it."""
+    """Attention gains too little, or the full prefill is slower despite the gain."""
     clock.sparse = clock.dense / attention
     clock.first_token = first_token
     keep = attention == 10
@@ -393,7 +393,7 @@ def test_search_without_speedup_writes_only_on_request(
 def test_search_with_gain_within_noise_is_written_and_exits_3(
     first_token, tiny_model, out, clock, capsys
 ):
-    """Neither a median above 1 nor one below decides where the rounds disagree."""
+    """If the rounds disagree, no median decides, above or below 1."""
     clock.first_token = first_token
     assert main(["search", *options(tiny_model, out, **TIMED)]) == 3
     block = last_block(capsys)
@@ -510,15 +510,15 @@ def test_search_interrupted_anywhere_resumes_with_the_same_result(
 def test_search_result_is_independent_of_rank_count(small, tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
     words = options(tiny_model, out, **SMALL)
-    code, _, said = Process("headwise", "search", *words, ranks=2).finish()
-    assert code == 0, said
+    code, _, output = Process("headwise", "search", *words, ranks=2).finish()
+    assert code == 0, output
     assert content(out) == content(small) and not ledger_of(out).exists()
     sidecars = [path.with_name(artifacts.load(path).sidecar.file) for path in (out, small)]
     assert sidecars[0].read_bytes() == sidecars[1].read_bytes()
 
 
 def test_resumed_search_ignores_timings_of_other_machine_or_budget(tiny_model, out, monkeypatch):
-    """Times of another budget, or of other threads, are not used by the search that goes on."""
+    """A resumed search does not use times of another budget or thread count."""
     taken: list[int] = []
     real = timed_costs._time
     times: list[Any] = []
@@ -587,7 +587,7 @@ def test_search_with_storage_records_each_measured_allocation(tiny_model, out):
     assert {trial.state.name for trial in study.trials} == {"COMPLETE"}
     measured = {trial.user_attrs["flops"] for trial in study.trials[2:]}
     assert {point.cost for point in points} <= measured
-    # The accepted allocation: losses by task, its cost, and what the artifact has of it.
+    # The accepted allocation: losses by task and cost, equal to those of the artifact.
     accepted = study.trials[1]
     passkey, prose = artifact.evidence.tasks
     losses = [passkey.kl + max(0.0, passkey.nll_rise), prose.kl]
@@ -601,7 +601,7 @@ def test_search_with_storage_records_each_measured_allocation(tiny_model, out):
     assert attributes["flops"] == pytest.approx(float(arrays["chosen.flops"].sum()), rel=1e-5)
     # The dashboard's Pareto front, and the importance of each parameter.
     assert study.best_trials
-    importance = optuna.importance.get_param_importances(study, target=lambda one: one.values[1])
+    importance = optuna.importance.get_param_importances(study, target=lambda t: t.values[1])
     assert "cost" in importance
 
 
@@ -627,7 +627,7 @@ def test_search_with_storage_records_seconds_and_a_failed_set_without_values(
 def test_search_with_storage_records_losses_of_other_calibration_tasks(
     tiny_model, out, monkeypatch
 ):
-    """Losses of tasks that no held-out prompt asks for are no values of the study."""
+    """Losses of tasks without held-out prompts are not values of the study."""
     import optuna
 
     url = f"sqlite:///{out.parent}/study.db"
