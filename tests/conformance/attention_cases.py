@@ -41,7 +41,7 @@ LAYERS = {"layer": LAYER, "listless": LISTLESS, "every kind": kinds.LAYER}
 class Case:
     """A call; `index` is one of LAYERS, or "random:D,T,C" (entries of each sort).
 
-    Keys and values are of dtype `cache`, or of the queries'; `given` hands `out` to the call.
+    Keys and values are of dtype `cache`, or of the queries'; `has_out` passes `out` to the call.
     `skip` is the bound of every head but the first; q and k are then such that tiles of keys are
     wanted more or less. Logits rise by `rise` nats from key to key. `config` and `splits` are
     Triton's alone."""
@@ -66,7 +66,7 @@ class Case:
     ragged: Ragged | None = None
     page: int | None = None
     layout: str = "contiguous"
-    given: bool = False
+    has_out: bool = False
     config: TileConfig | None = None
     splits: int | None = None
 
@@ -77,7 +77,7 @@ def square(length: int, **more: Any) -> Case:
 
 
 def last(q_len: int, k_len: int, **more: Any) -> Case:
-    """As many of the last of so many positions are asked."""
+    """A case whose queries are the last `q_len` of `k_len` positions."""
     return Case(q_len=q_len, k_len=k_len, **more)
 
 
@@ -129,7 +129,7 @@ _PLAIN = {
     "all three sorts": square(300, heads=2, index="random:2,2,90"),
     "lists on diagonals": square(300, heads=2, index="random:3,4,20"),
     "many columns": last(70, 300, heads=2, index="random:1,0,280"),
-    "given out": square(130, given=True),
+    "given out": square(130, has_out=True),
     **{
         f"pages of {size}, {kind}": square(200, page=size, index=kind)
         for size, kind in ((1, "layer"), (16, "listless"), (64, "layer"), (128, "listless"))
@@ -212,19 +212,19 @@ _WINDOWS = {
 _RAGGED = {
     "padded": padded(1, 64, 130, 65),
     "padded, q of k": padded(200, 30, 90, queries=70, heads=2),
-    "padded, given out": padded(70, 10, given=True, layout="transposed"),
+    "padded, given out": padded(70, 10, has_out=True, layout="transposed"),
     "padded, sinks, window, pages": padded(
         200, 30, 129, sinks=True, window=66, page=16, heads=2, kv_heads=2
     ),
     "packed": packed((63, 63), (64, 64), (1, 1), (65, 65), heads=5),
     "packed, q of k, listless": packed(
-        (1, 100), (70, 70), (40, 200), (65, 130), index="listless", given=True
+        (1, 100), (70, 70), (40, 200), (65, 130), index="listless", has_out=True
     ),
     "packed, all three sorts": packed(
         (100, 180), (65, 65), (30, 190), heads=2, index="random:2,2,60"
     ),
     "packed, pages of 16": packed(
-        (1, 100), (70, 70), (33, 150), heads=4, kv_heads=2, page=16, given=True
+        (1, 100), (70, 70), (33, 150), heads=4, kv_heads=2, page=16, has_out=True
     ),
     # Soft-capped sliding-window layers of a ragged batch whose last queries see everything.
     **{
@@ -282,7 +282,7 @@ _PARTS = {
         page=16,
         index="random:2,2,60",
         dense_tail=70,
-        given=True,
+        has_out=True,
         sinks=True,
         splits=3,
     ),
@@ -387,12 +387,12 @@ def served(
     rest = {**inputs.rest, "skipped": skipped}
     shape = (*inputs.q.shape[:3], case.v_dim + 3)
     around = torch.full(shape, float("nan"), dtype=case.dtype, device=inputs.q.device)
-    if case.given:
+    if case.has_out:
         rest["out"] = around[..., 1:-2]
     out, lse = op(AttentionCall(inputs.q, inputs.k, inputs.v, inputs.index, **rest))
     assert torch.equal(skipped, inputs.skipped)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
-    if case.given:
+    if case.has_out:
         assert out is rest["out"] and bool(around[..., [0, -2, -1]].isnan().all())
     else:
         assert out.transpose(1, 2).is_contiguous()
@@ -438,8 +438,8 @@ def _poison_padding(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
 
 def _index(case: Case, q: Tensor, k: Tensor) -> SparseIndex:
     if not case.index.startswith("random:"):
-        chosen = list(itertools.islice(itertools.cycle(LAYERS[case.index]), case.heads))
-        plan = LayerPlan(chosen, case.kv_heads)
+        patterns = list(itertools.islice(itertools.cycle(LAYERS[case.index]), case.heads))
+        plan = LayerPlan(patterns, case.kv_heads)
         index = plan.build(q, k, scale=case.scale, window=case.window, ragged=case.ragged)
     elif case.ragged is None:
         index = _random_index(case, case.batch, case.q_len, case.k_len, q.device)

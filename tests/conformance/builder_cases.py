@@ -30,8 +30,8 @@ from tests.kernels.recording import BUILDERS, served_by
 ERROR = 1e-5
 
 
-def largest(found: Tensor, expected: Tensor) -> float:
-    return float(difference(found, expected).max())
+def largest(result: Tensor, expected: Tensor) -> float:
+    return float(difference(result, expected).max())
 
 
 def no_native_code() -> AbstractContextManager[None]:
@@ -102,14 +102,15 @@ def estimate_error(case: Estimate, device: torch.device, backend: str = "triton"
     if case.transposed:
         q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
     how = {"scale": 2 * case.head_dim**-0.5, "window": case.window}
-    found = estimate(q, k, case.heads, case.last_q, **how, backend=backend)
+    result = estimate(q, k, case.heads, case.last_q, **how, backend=backend)
     exact = (q.float(), k.float())
     expected = estimate(*exact, case.heads, case.last_q, **how, backend="reference")
-    return max(largest(found.vertical, expected.vertical), largest(found.slash(), expected.slash()))
+    vertical = largest(result.vertical, expected.vertical)
+    return max(vertical, largest(result.slash(), expected.slash()))
 
 
-# Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile
-# lacks.
+# Shape of the pooled tensor (B, H, length, D), the requested heads, and the number of positions
+# missing in the first tile.
 MEANS = {
     "means of a token": ((1, 1, 1, 64), (0,), 0),
     "means, 5 missing, D 80, batch 2": ((2, 4, 300, 80), (0, 2, 3), 5),
@@ -126,10 +127,10 @@ def means_error(
     shape, heads, lead = case
     torch.manual_seed(0)
     x = torch.randn(shape, device=device).half()
-    found = mean_of_tiles(x, heads, lead=lead, backend=backend)
+    result = mean_of_tiles(x, heads, lead=lead, backend=backend)
     expected = mean_of_tiles(x.float(), heads, lead=lead, backend="reference")
-    assert found.shape == expected.shape
-    return largest(found, expected)
+    assert result.shape == expected.shape
+    return largest(result, expected)
 
 
 # Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several
@@ -166,11 +167,11 @@ def choice_error(
         ends, counts = torch.tensor(
             [[shape[-1], 3, 0, shape[-1] - 1, 5000], [5000, 2, 9, 0, 65]], dtype=torch.int32
         )
-        each = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
-        there = {name: x.to(device) for name, x in each.items()}
-        found = top_k_indices(scores.to(device), sizes, **how, **there, backend=backend).cpu()
-        expected = top_k_indices(scores, sizes, **how, **each, backend="reference")
-        wrong += int((found != expected).sum())
+        per_sequence = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
+        there = {name: x.to(device) for name, x in per_sequence.items()}
+        result = top_k_indices(scores.to(device), sizes, **how, **there, backend=backend).cpu()
+        expected = top_k_indices(scores, sizes, **how, **per_sequence, backend="reference")
+        wrong += int((result != expected).sum())
         if poisoned:
             bad = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
             taken = top_k_indices(bad.to(device), sizes, **how, **there, backend=backend).cpu()
@@ -264,11 +265,11 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
     q, k = q.to(case.dtype), k.to(case.cache or case.dtype)
     where = paged(k, case)
     k = k.to(case.dtype)
-    found = {}
+    result = {}
 
-    def compare(name: str, one: Tensor, other: Tensor) -> None:
-        same = one.shape == other.shape and one.dtype == other.dtype
-        found[name] = int((one != other).sum()) if same else -1
+    def compare(name: str, first: Tensor, second: Tensor) -> None:
+        same = first.shape == second.shape and first.dtype == second.dtype
+        result[name] = int((first != second).sum()) if same else -1
 
     how = {"scale": 0.3, "window": case.window}
     masses = [estimate(q, keys, [0, 2, 3, 5], [64, 100, 1, 64], **how) for keys in (where, k)]
@@ -283,17 +284,17 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
         expected = plan.build(q, k, **how)
         for part in ("diagonals", "tiles", "offsets", "columns"):
             compare(f"{part}, {name}", getattr(index, part), getattr(expected, part))
-    return found
+    return result
 
 
 def paged_error(case: Build, device: torch.device) -> float:
-    """Numbers of masses and means, and entries of an index, that dense keys do not give."""
+    """Masses, means and index entries that differ from those of dense keys."""
     with no_native_code():
-        found = differences(case, device)
+        result = differences(case, device)
         # Torch would have served in its place, unnoticed.
         half = torch.empty(1, 1, 1, case.head_dim, dtype=torch.float16, device=device)
         assert triton.Means.supports(MeansCall(half, (0,), 0)) is None
-    return sum(map(abs, found.values()))
+    return sum(map(abs, result.values()))
 
 
 # A layer of every kind, by number and by coverage.
@@ -345,11 +346,11 @@ def layer_error(
         some = [patterns[head] for head in heads]
         builder = kind.prepare(some, Inputs(heads, q, k, 0.3, build.window))
         parts.append(Part(heads, some, builder))
-    found = build_index(parts, backend)
+    result = build_index(parts, backend)
     expected = build_index(parts, "reference")
-    wrong = int(found.widths() != expected.widths())
+    wrong = int(result.widths() != expected.widths())
     for name in ("diagonals", "columns", "tiles", "offsets", "skip"):
-        one, other = getattr(found, name), getattr(expected, name)
+        one, other = getattr(result, name), getattr(expected, name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
             wrong += one is not other
         else:
@@ -387,21 +388,21 @@ def tables_error(case: tuple[int, int | None], device: torch.device) -> float:
     call = attention.tables(index, rows, window)
     run_calls([call], device, "tables")
     width, reach = call.arguments["walk_width"], index.window_tiles
-    made = call.arguments["tables"].cpu()[0].split([4 * width, 6 * (n + 1), n + 1], dim=-1)
+    built = call.arguments["tables"].cpu()[0].split([4 * width, 6 * (n + 1), n + 1], dim=-1)
     wrong = 0
-    for walk, counts, held, diagonals, columns in zip(*made, DIAGONALS, COLUMNS, strict=True):
+    for walk, counts, held, diagonals, columns in zip(*built, DIAGONALS, COLUMNS, strict=True):
         seen = [d for d in diagonals if d <= reach]
         wrong += held.nonzero().flatten().tolist() != seen
         counted = counts.view(6, n + 1).tolist()
         unbroken = next(i for i, d in enumerate([*seen, PAD]) if i != d)
         for at in range(n):
-            found = {}
+            result = {}
             for sort, wants in ((0, (0, 1)), (1, (0,)), (2, (1,)), (3, (0, 1)))[
                 :: 3 if rows == 1 else 1
             ]:
                 for e in walk.view(4, width)[sort, : counted[sort][at]].tolist():
                     for half in wants[:rows]:
-                        found.setdefault(half, []).append((e, sort == 0))
+                        result.setdefault(half, []).append((e, sort == 0))
             for half in range(rows):
                 # Up to the last key that a window leaves to the program's last query no mask is
                 # needed.
@@ -409,7 +410,7 @@ def tables_error(case: tuple[int, int | None], device: torch.device) -> float:
                 entries = [(d - half, d - half <= whole) for d in seen if half < d <= at + half]
                 both = {d for d in seen if rows == 1 or d + 1 - 2 * half in seen}
                 expected = [(e, uncut and e + half in both) for e, uncut in entries]
-                wrong += sorted(found.get(half, [])) != expected
+                wrong += sorted(result.get(half, [])) != expected
             wrong += counted[4][at] != sum(c // 64 <= at - unbroken for c in columns)
             wrong += counted[5][at] != sum(c // 64 < at - reach for c in columns)
     return wrong
@@ -426,6 +427,6 @@ SORTS = (
 
 
 def error(name: str, device: torch.device) -> float:
-    """The error of Triton's kernels in a case of any sort; what is counted must be 0."""
+    """The error of Triton's kernels in a case of any sort; counts must be 0."""
     ((case, of_sort),) = ((cases[name], of_sort) for cases, of_sort in SORTS if name in cases)
     return of_sort(case, device)

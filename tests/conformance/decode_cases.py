@@ -50,7 +50,7 @@ class Case:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Scores that the op can give: of more queries than a step's, sums alone."""
+        """Scores that the op can return: only sums for more queries than a step has."""
         return ("sum", "max") if self.q_len <= MAX_QUERIES else ("sum",)
 
 
@@ -212,10 +212,10 @@ def visible(case: Case, tokens: Tensor | None) -> Tensor:
             first = start if case.window is None else max(start, at - case.window + 1)
             seen[b, :, i, max(first, 0) : max(at + 1, 0)] = True
     if tokens is not None:
-        chosen = torch.zeros(case.batch, case.kv_heads, case.k_len + 1, dtype=torch.bool)
+        selected = torch.zeros(case.batch, case.kv_heads, case.k_len + 1, dtype=torch.bool)
         lists = tokens if tokens.dim() == 3 else tokens[:, None].expand(-1, case.kv_heads, -1)
-        chosen.scatter_(-1, lists.clamp(max=case.k_len).long(), True)
-        seen &= chosen[:, :, None, :-1]
+        selected.scatter_(-1, lists.clamp(max=case.k_len).long(), True)
+        seen &= selected[:, :, None, :-1]
     return seen
 
 

@@ -4,8 +4,8 @@ In float32 and float16: of bfloat16 the interpreter cuts off bits, and the code 
 
     TRITON_INTERPRET=1 python -m tests.conformance.interpreted kept
 
-runs what `make test` does, by the sort of what is checked: for each case the largest of its errors
-in units of what is allowed, faults of extremes, and reports of the check of memory. With
+runs the cases of `make test` and prints by check: the largest error of each case in units of its
+tolerance, faults with extreme values, and reports of the memory check. With
 OP NAME ... it runs these cases.
 """
 
@@ -103,8 +103,8 @@ def attention(name: str) -> float:
     """The larger error of out and log-sum-exp."""
     case = in_its_dtype(attention_cases.SMALL, name)
     errors = attention_cases.run(case, HOST)
-    most = (attention_cases.TOLERANCES[op, case.dtype][0] for op in ("out", "lse"))
-    return max(error / allowed for error, allowed in zip(errors, most, strict=True))
+    limits = (attention_cases.TOLERANCES[op, case.dtype][0] for op in ("out", "lse"))
+    return max(error / allowed for error, allowed in zip(errors, limits, strict=True))
 
 
 def decode(name: str) -> float:
@@ -113,12 +113,12 @@ def decode(name: str) -> float:
     # The largest probabilities of chosen keys, as OmniKV asks for them; else the sums, as H2O does.
     kind = "sum" if case.tokens is None else "max"
     errors = decode_cases.run(case, HOST, decode_cases.by_triton(case), kind)
-    most = decode_cases.TOLERANCES[case.dtype]
-    return max(error / allowed for error, allowed in zip(errors, most, strict=True))
+    limit = decode_cases.TOLERANCES[case.dtype]
+    return max(error / allowed for error, allowed in zip(errors, limit, strict=True))
 
 
 def builders(name: str) -> float:
-    """The largest error; what is counted must be 0."""
+    """The largest error; counts must be 0."""
     allowed = 0.5
     if name in (builder_cases.ESTIMATES | builder_cases.MEANS):
         allowed = builder_cases.ERROR
@@ -148,20 +148,20 @@ ERRORS = {"attention": attention, "decode": decode, "builders": builders}
 
 def main(op: str, *names: str) -> None:
     torch.set_num_threads(1)
-    found = {}
+    result = {}
     if op == "kept":
-        found["memory"] = reports()
-    # torch.empty gives NaN from here on.
+        result["memory"] = reports()
+    # torch.empty returns NaN from here.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     with memory_checked():
         if op == "kept":
-            found["extremes"] = [fault for fault in faults_of_extremes() if fault]
+            result["extremes"] = [fault for fault in faults_of_extremes() if fault]
             for kept, error in ERRORS.items():
-                found[kept] = {name: error(name) for name in KEPT[kept]}
+                result[kept] = {name: error(name) for name in KEPT[kept]}
         else:
-            found[op] = {name: ERRORS[op](name) for name in names}
-    print(json.dumps(found))
+            result[op] = {name: ERRORS[op](name) for name in names}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Case:
 
     @property
     def rule(self) -> Any:
-        """Record of what the layers keep."""
+        """Record of the policy of the layers."""
         if self.sliding:
             return Streaming(sinks=0, window=self.sliding, positions="original")
         return self.record
@@ -65,7 +65,7 @@ class Case:
     def build(self, build: Callable[..., Any], **changes: Any) -> Any:
         """A random model of one layer whose cache the policy can hold.
 
-        Several layers, each with a policy of its own, are in tests/runtime/caches."""
+        tests/runtime/caches tests several layers with different policies."""
         changes["num_hidden_layers"] = 1
         if self.sliding:
             return build("Mistral", head_dim=64, sliding_window=self.sliding, **changes)
@@ -103,7 +103,7 @@ every_policy = pytest.mark.parametrize("case", CASES, ids=str)
 policies_that_drop = pytest.mark.parametrize("case", DROPPING, ids=str)
 
 
-def test_every_policy_is_here():
+def test_every_policy_has_a_case():
     assert {case.record.kind for case in CASES} == set(POLICIES) == set(DEFINITIONS)
 
 
@@ -112,9 +112,9 @@ def layers_under(case: Case, cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if layer.is_sliding == bool(case.sliding)]
 
 
-def assert_holds(cache: Any, kept: list[Any]) -> None:
+def assert_holds(cache: Any, layers: list[Any]) -> None:
     """Assert that a cache holds these values, [layer][batch][KV head] (n, E), in any order."""
-    for layer, sequences in zip(cache.layers, kept, strict=True):
+    for layer, sequences in zip(cache.layers, layers, strict=True):
         (policy,) = layer.policies
         for row, heads in enumerate(sequences):
             for head, expected in enumerate(heads):
@@ -137,17 +137,17 @@ SIZES = [(1,), (8,), (33, 1), (17, 20, 1, 1, 3), (25, 5, 25, 1), (N,)]
     ],
     ids=str,
 )
-def test_attention_and_memory_are_those_of_the_definition(case, sizes, heads, build, keeping, ids):
+def test_policy_attention_and_memory_equal_definition(case, sizes, heads, build, keeping, ids):
     model = case.build(build, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     tokens = ids(N, batch=2)
-    with defined(model, case.rule, sizes) as kept:
+    with defined(model, case.rule, sizes) as layers:
         expected = model(tokens, use_cache=False).logits
     with keeping(model, case.record).apply(model) as handle:
         cache = handle.new_cache()
         torch.testing.assert_close(fed(model, tokens, sizes, cache), expected, **CLOSE)
-        assert_holds(cache, kept)
+        assert_holds(cache, layers)
         assert [layer.seen for layer in memory_report(cache).layers] == [N]
-        # A cache that was reset begins anew.
+        # A cache that was reset starts empty.
         cache.reset()
         assert cache.get_seq_length() == 0
         again = fed(model, tokens[:, :20], sizes, cache)
@@ -156,7 +156,7 @@ def test_attention_and_memory_are_those_of_the_definition(case, sizes, heads, bu
 
 
 @every_policy
-def test_sequences_of_unlike_lengths_are_served_as_each_alone(case, build, keeping, ids):
+def test_policy_batch_of_different_lengths_equals_each_sequence(case, build, keeping, ids):
     model = case.build(build)
     prompts = [ids(n, seed=seed)[0] for seed, n in enumerate((40, 40, 17, 5, 1))]
     tokens = torch.zeros(len(prompts), 40, dtype=torch.long)
@@ -177,7 +177,7 @@ def test_sequences_of_unlike_lengths_are_served_as_each_alone(case, build, keepi
 
 
 @every_policy
-def test_beams_score_as_one_sequence_by_itself(case, build, keeping, ids):
+def test_policy_beam_scores_equal_single_sequence(case, build, keeping, ids):
     model = case.build(build)
     prompt = ids(30)
     with keeping(model, case.record).apply(model) as handle:
@@ -196,7 +196,7 @@ def test_beams_score_as_one_sequence_by_itself(case, build, keeping, ids):
 
 
 @every_policy
-def test_tokens_are_taken_back_or_the_crop_is_refused(case, build, keeping, ids):
+def test_policy_crop_removes_tokens_or_is_rejected(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(12)
     other = ids(30, seed=1)
@@ -209,8 +209,8 @@ def test_tokens_are_taken_back_or_the_crop_is_refused(case, build, keeping, ids)
         if case.crops:
             cache.crop(-5)
             assert cache.get_seq_length() == 7
-            found = fed(model, other, (1,), cache)
-            torch.testing.assert_close(found, expected[:, 7:], **CLOSE)
+            logits = fed(model, other, (1,), cache)
+            torch.testing.assert_close(logits, expected[:, 7:], **CLOSE)
         else:
             with pytest.raises(HeadwiseError, match="cannot take 5 tokens back"):
                 cache.crop(-5)
@@ -219,7 +219,7 @@ def test_tokens_are_taken_back_or_the_crop_is_refused(case, build, keeping, ids)
 
 
 @policies_that_drop
-def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, keeping, ids):
+def test_policy_crop_after_eviction_is_rejected(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(17)
     with keeping(model, case.record).apply(model) as handle:
@@ -233,15 +233,13 @@ def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, kee
             HeadwiseError, match=r"cannot take 1 tokens back: .* dropped others since"
         ):
             layers_under(case, cache)[0].crop(-1)
-        found = fed(model, tokens[:, :3], (1,), cache)
-        torch.testing.assert_close(found, expected[:, 17:], **CLOSE)
+        logits = fed(model, tokens[:, :3], (1,), cache)
+        torch.testing.assert_close(logits, expected[:, 17:], **CLOSE)
 
 
 @every_policy
-def test_tokens_are_taken_back_from_the_last_call_while_past_states_are_recorded(
-    case, build, keeping, ids
-):
-    """As in assisted decoding: drafts behind the prompt, then behind a token."""
+def test_policy_crop_of_last_call_works_while_past_states_are_recorded(case, build, keeping, ids):
+    """As in assisted decoding: drafts after the prompt, then after a token."""
     model = case.build(build)
     tokens = ids(60)
     drafts = ids(6, seed=1)
@@ -249,21 +247,21 @@ def test_tokens_are_taken_back_from_the_last_call_while_past_states_are_recorded
         expected = fed(model, tokens, (40, 2, 1, 5, 1), handle.new_cache())
         cache = handle.new_cache()
         cache.activate_past_recording()
-        found = []
+        results = []
         for begin, end, wrong in ((0, 40, 6), (40, 42, 3), (42, 43, 5), (43, 48, 0), (48, 49, 1)):
-            given = torch.cat([tokens[:, begin:end], drafts[:, :wrong]], dim=1)
-            logits = model(given, past_key_values=cache).logits
-            found.append(logits[:, : end - begin])
+            inputs = torch.cat([tokens[:, begin:end], drafts[:, :wrong]], dim=1)
+            logits = model(inputs, past_key_values=cache).logits
+            results.append(logits[:, : end - begin])
             assert cache.layers[0].is_croppable
             cache.crop(-wrong)
             assert cache.get_seq_length() == end
-        # What is not taken back stays.
-        found.append(fed(model, tokens[:, 49:], (1,), cache))
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, **CLOSE)
+        # Tokens that were not cropped remain.
+        results.append(fed(model, tokens[:, 49:], (1,), cache))
+    torch.testing.assert_close(torch.cat(results, dim=1), expected, **CLOSE)
 
 
 @every_policy
-def test_drafts_of_a_padded_batch_are_taken_back(case, build, keeping, ids):
+def test_policy_crop_of_padded_batch_removes_drafts(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(40, batch=3)
     real = real_from(40, 0, 11, 30)
@@ -276,8 +274,8 @@ def test_drafts_of_a_padded_batch_are_taken_back(case, build, keeping, ids):
         mask = torch.cat([real[:, :32], torch.ones(3, 3, dtype=torch.long)], dim=1)
         fed(model, drafted[:, 30:], (5,), cache, attention_mask=mask)
         cache.crop(-3)
-        found = fed(model, tokens[:, 32:], (1,), cache, attention_mask=real)
-    torch.testing.assert_close(found, expected[:, 32:], **CLOSE)
+        logits = fed(model, tokens[:, 32:], (1,), cache, attention_mask=real)
+    torch.testing.assert_close(logits, expected[:, 32:], **CLOSE)
 
 
 @pytest.mark.parametrize("drafting", ["prompt lookup", "assistant"])
@@ -316,7 +314,7 @@ def test_assisted_decoding_verifies_drafts_in_calls_of_the_accepted_tokens(
     ids=["copy", "pickle", "inference mode"],
 )
 @every_policy
-def test_a_copy_and_a_cache_of_inference_mode_go_on_alone(case, again, build, keeping, ids):
+def test_policy_copy_and_inference_mode_cache_are_independent(case, again, build, keeping, ids):
     model = case.build(build)
     tokens = ids(50)
     with keeping(model, case.record).apply(model) as handle:
@@ -327,17 +325,17 @@ def test_a_copy_and_a_cache_of_inference_mode_go_on_alone(case, again, build, ke
         if again is not None:
             former = cache
             cache = again(former)
-            others = torch.cat([tokens[:, :40], ids(9, seed=1)], dim=1)
-            alone = fed(model, others, (30, 1), handle.new_cache())
-            of_former = fed(model, others[:, 40:], (1,), former)
+            other_tokens = torch.cat([tokens[:, :40], ids(9, seed=1)], dim=1)
+            alone = fed(model, other_tokens, (30, 1), handle.new_cache())
+            of_former = fed(model, other_tokens[:, 40:], (1,), former)
             torch.testing.assert_close(of_former, alone[:, 40:], **CLOSE)
-        found = fed(model, tokens[:, 40:], (1,), cache)
-    torch.testing.assert_close(found, expected[:, 40:], **CLOSE)
+        logits = fed(model, tokens[:, 40:], (1,), cache)
+    torch.testing.assert_close(logits, expected[:, 40:], **CLOSE)
 
 
 @pytest.mark.parametrize("mine", [0, 1])
 @pytest.mark.parametrize("case", [case for case in CASES if not case.sliding], ids=str)
-def test_a_kv_head_is_served_as_in_a_layer_of_its_own(case, mine, build, keeping, ids):
+def test_policy_kv_head_equals_separate_layer(case, mine, build, keeping, ids):
     model = build(num_hidden_layers=1)
     tokens = ids(60, batch=2)
     other = Streaming(sinks=2, window=9, positions="original")
@@ -350,8 +348,8 @@ def test_a_kv_head_is_served_as_in_a_layer_of_its_own(case, mine, build, keeping
     # Two query heads share each KV head.
     served = slice(2 * mine, 2 * mine + 2)
     torch.testing.assert_close(found[:, :, served], alone[:, :, served], **CLOSE)
-    kept = [policy.kept[0] for policy in cache.layers[0].policies]
-    assert memory_report(cache).layers[0].mean_kept == sum(kept) / 2
+    retained = [policy.kept[0] for policy in cache.layers[0].policies]
+    assert memory_report(cache).layers[0].mean_kept == sum(retained) / 2
 
 
 def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -361,7 +359,7 @@ def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
     with headwise.apply(model) as handle:
         cache = handle.new_cache()
         hook = module.register_forward_pre_hook(
-            lambda _, given: outs.append(given[0].unflatten(-1, (4, -1)))
+            lambda _, inputs: outs.append(inputs[0].unflatten(-1, (4, -1)))
         )
         fed(model, tokens, (20, 11, 1), cache)
     hook.remove()
@@ -370,7 +368,7 @@ def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
 
 @pytest.mark.parametrize("sizes", [(600,), (200,), (550, 1)], ids=str)
 @every_policy
-def test_memory_is_that_of_the_tokens_kept(case, sizes, build, keeping, ids):
+def test_policy_memory_equals_retained_tokens(case, sizes, build, keeping, ids):
     model = case.build(build)
     # Keys and values of 64 fp32 numbers in 2 KV heads.
     token = 2 * 2 * 64 * 4
@@ -379,14 +377,14 @@ def test_memory_is_that_of_the_tokens_kept(case, sizes, build, keeping, ids):
         fed(model, ids(600), sizes, cache)
     for layer, report in zip(cache.layers, memory_report(cache).layers, strict=True):
         (policy,) = layer.policies
-        (kept,) = policy.kept
-        headroom = policy.size(kept) - kept
-        assert headroom <= max(256, kept // 8)
+        (retained,) = policy.kept
+        headroom = policy.size(retained) - retained
+        assert headroom <= max(256, retained // 8)
         # Scores and positions, and sinks as they came, are a few bytes more.
-        assert report.device <= 1.02 * token * (kept + headroom) + 4 * token
-        assert report.kept == kept and report.seen == 600
+        assert report.device <= 1.02 * token * (retained + headroom) + 4 * token
+        assert report.kept == retained and report.seen == 600
         if case in DROPPING:
-            assert kept < 250
+            assert retained < 250
 
 
 def policy_of(case: Case, build: Callable[..., Any]) -> Any:
@@ -408,7 +406,7 @@ def attend(policy: Any, n: int) -> None:
 
 
 @every_policy
-def test_a_thousand_steps_leave_nothing_behind(case, build):
+def test_policy_thousand_steps_leak_no_memory(case, build):
     policy = policy_of(case, build)
     attend(policy, 100)
     moved = 0
@@ -428,13 +426,13 @@ def test_a_thousand_steps_leave_nothing_behind(case, build):
     # Python's smallest object has 16 bytes; other threads of the process allocate some thousand.
     assert grown < 16 * 880
     assert policy.seen == (1100,)
-    # New memory is rare: it has headroom in proportion to what is kept.
+    # New memory is rare: its headroom is proportional to the retained tokens.
     assert moved <= 100
 
 
 @every_policy
-def test_a_step_writes_its_own_rows_only(case, build):
-    """No step copies all tokens: beside its own row and sinks at most the dropped one's change."""
+def test_policy_step_writes_only_its_rows(case, build):
+    """No step copies all tokens: only its row, the sinks and the dropped row may change."""
     policy = policy_of(case, build)
     attend(policy, 300)
     for _ in range(20):
@@ -453,14 +451,14 @@ def test_a_step_writes_its_own_rows_only(case, build):
 
 
 @every_policy
-def test_backends_and_dtypes_agree(case, build, keeping, ids):
+def test_policy_backends_and_dtypes_agree(case, build, keeping, ids):
     model = case.build(build)
     tokens = ids(60)
-    found = []
+    results = []
     for backend in ("reference", "auto"):
         with keeping(model, case.record).apply(model, backend=backend) as handle:
-            found.append(fed(model, tokens, (40, 1), handle.new_cache()))
-    torch.testing.assert_close(*found, **CLOSE)
+            results.append(fed(model, tokens, (40, 1), handle.new_cache()))
+    torch.testing.assert_close(*results, **CLOSE)
     narrow = model.to(torch.bfloat16)
     with keeping(narrow, case.record).apply(narrow) as handle:
         cache = handle.new_cache()
@@ -469,7 +467,7 @@ def test_backends_and_dtypes_agree(case, build, keeping, ids):
         small = torch.float32 if name == "scores" else torch.bfloat16
         assert tensor.dtype == (torch.int32 if name == "positions" else small)
     # Nothing is dropped of 16 tokens but by fractions.
-    expected = found[0][:, :16]
+    expected = results[0][:, :16]
     assert isinstance(case.record, H2O) or (logits - expected).norm() < 0.05 * expected.norm()
 
 
@@ -483,12 +481,12 @@ def test_backends_and_dtypes_agree(case, build, keeping, ids):
     ],
     ids=lambda record: record.kind,
 )
-def test_a_softcap_goes_into_output_and_scores(record, build, keeping, ids):
+def test_policy_softcap_applies_to_output_and_scores(record, build, keeping, ids):
     model = build("Gemma2", layer_types=["full_attention"] * 2)
     tokens = ids(60)
     with keeping(model, record).apply(model) as handle:
-        found = fed(model, tokens, (30, 20, 1), handle.new_cache())
-    torch.testing.assert_close(found, model(tokens, use_cache=False).logits, **CLOSE)
+        logits = fed(model, tokens, (30, 20, 1), handle.new_cache())
+    torch.testing.assert_close(logits, model(tokens, use_cache=False).logits, **CLOSE)
     small = {"heavy": 9, "recent": 5, "budget": 14}
     fewer = record.model_copy(update={k: v for k, v in small.items() if hasattr(record, k)})
     both = []

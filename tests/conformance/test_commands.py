@@ -115,13 +115,13 @@ def refused(headwise):
     return run
 
 
-def test_every_verb_is_here():
+def test_every_verb_has_a_case():
     assert set(TYPED) == set(VERBS)
     assert len(VERBS) == sum(map(len, GROUPS.values()))
 
 
 @pytest.mark.parametrize("verb", RUNS)
-def test_it_runs_and_its_json_is_json(verb, headwise):
+def test_command_runs_and_prints_valid_json(verb, headwise):
     has_json = "--json" in PARSERS[verb]._option_string_actions
     code, out, err = headwise(verb, RUNS[verb], "--json" if has_json else "")
     assert code in (0, FOUND), err
@@ -133,12 +133,12 @@ def test_it_runs_and_its_json_is_json(verb, headwise):
 
 
 @pytest.mark.parametrize("verb", OURS)
-def test_an_unknown_option_is_named_with_where_help_is(verb, refused):
-    said = refused("--no-such-option", verb, TYPED[verb], "--no-such-option")
-    assert f"headwise {verb} --help" in said
+def test_unknown_option_error_names_it_and_help(verb, refused):
+    output = refused("--no-such-option", verb, TYPED[verb], "--no-such-option")
+    assert f"headwise {verb} --help" in output
 
 
-# A word of a run, what stands in its place, and what the line says.
+# A word of a command, its replacement, and text that the error contains.
 MISSING = [
     ("cfg.yaml", "none.yaml", "none.yaml"),
     ("model", "no/such-model", "no/such-model"),
@@ -152,8 +152,8 @@ MISSING = [
     ("verb", "word", "other", "says"),
     [(v, *row) for v, words in TYPED.items() for row in MISSING if row[0] in words.split()],
 )
-def test_a_file_that_is_not_there_is_named(verb, word, other, says, refused):
-    refused(says, verb, *(other if given == word else given for given in TYPED[verb].split()))
+def test_missing_file_error_names_it(verb, word, other, says, refused):
+    refused(says, verb, *(other if part == word else part for part in TYPED[verb].split()))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_file_that_is_not_there_is_named(verb, word, other, says, refused):
         ("verify --key me.key", "me.key: must be a public key"),
     ],
 )
-def test_a_value_that_cannot_be_is_named(words, says, refused):
+def test_invalid_value_error_names_it(words, says, refused):
     verb, _, more = words.partition(" ")
     typed = TYPED[verb]
     if "--preset" in words:
@@ -205,12 +205,12 @@ def test_a_value_that_cannot_be_is_named(words, says, refused):
         ("show", "see headwise show --help"),
     ],
 )
-def test_what_is_no_command(words, says, refused):
+def test_unknown_command_is_rejected(words, says, refused):
     refused(says, words)
 
 
-def test_help_and_the_judgement_of_options_need_no_torch():
-    """A word that was mistyped, or a value out of its range, is told in a moment."""
+def test_help_and_option_checks_do_not_import_torch():
+    """A misspelled word or an out-of-range value is reported at once."""
     code = """
 import sys
 from artifacts import HeadwiseError
@@ -228,7 +228,7 @@ assert not sys.modules.keys() & {"torch", "transformers", "optuna"}
 
 
 @pytest.mark.parametrize("flag", ["--length", "--task", "--json", "--device", "--seed", "--dtype"])
-def test_the_same_thing_has_the_same_name_everywhere(flag):
+def test_option_has_the_same_name_in_every_command(flag):
     options = [p._option_string_actions for p in PARSERS.values()]
     actions = [known[flag] for known in options if flag in known]
     assert len(actions) > 3 and len({action.metavar for action in actions}) == 1
@@ -241,7 +241,7 @@ def test_device_of_a_command_defaults_to_auto(verb):
     assert device is None or device.default == "auto"
 
 
-def test_the_help_of_a_search_fits_two_screens(monkeypatch):
+def test_search_help_fits_two_screens(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     lines = PARSERS["search"].format_help().splitlines()
     assert len(lines) <= 48 and max(map(len, lines)) <= 100 and f"{ADVANCED}:" in lines
@@ -254,8 +254,8 @@ def test_command_page_matches_help(monkeypatch):
     )
 
 
-def test_search_alone_shares_its_work_over_ranks():
-    """And the harness, which does so itself."""
+def test_only_search_divides_work_across_ranks():
+    """The evaluation harness divides its work by its own means."""
     shared = {verb for verb, config in CONFIGS.items() if config.shares_work}
     assert shared == {"search", "lm-eval"}
 
@@ -302,7 +302,7 @@ def raising(error: BaseException) -> Any:
         ),
     ],
 )
-def test_exit_statuses(error, status, says, capsys):
+def test_error_maps_to_exit_status(error, status, says, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(raising(error), [])
     assert (ended.value.code, *capsys.readouterr()) == (status, "", says)
@@ -311,19 +311,19 @@ def test_exit_statuses(error, status, says, capsys):
 @pytest.mark.parametrize(
     "bug", [ZeroDivisionError(), ModuleNotFoundError("", name="numpy")], ids=repr
 )
-def test_a_bug_keeps_its_traceback(bug):
+def test_bug_is_raised_unchanged(bug):
     with pytest.raises(type(bug)):
         run_command(raising(bug), [])
 
 
-def test_an_error_tells_more_where_that_is_asked_for(headwise):
-    usual = headwise("show none.yaml")
+def test_error_with_verbose_prints_traceback(headwise):
+    plain = headwise("show none.yaml")
     verbose = headwise("show none.yaml -v")
-    assert usual[2].count("\n") == 1
-    assert "Traceback" in verbose[2] and verbose[2].endswith(usual[2])
+    assert plain[2].count("\n") == 1
+    assert "Traceback" in verbose[2] and verbose[2].endswith(plain[2])
 
 
-def test_output_that_nobody_reads_or_that_cannot_be_written():
+def test_closed_or_full_output_exits_cleanly():
     """The stream's buffer is written again at exit, after all handlers."""
     command = [sys.executable, "-m", "headwise", "schema"]
     read, write = os.pipe()
@@ -337,7 +337,7 @@ def test_output_that_nobody_reads_or_that_cannot_be_written():
     assert (done.returncode, done.stderr) == (2, says)
 
 
-def test_a_terminal_without_the_letters(headwise):
+def test_ascii_terminal_prints_escapes(headwise):
     model = artifacts.load("cfg.yaml").model.model_copy(update={"name": "modèle"})
     artifacts.update(
         "cfg.yaml", lambda now, arrays: (now.model_copy(update={"model": model}), arrays)
@@ -348,8 +348,8 @@ def test_a_terminal_without_the_letters(headwise):
     assert done.returncode == 0 and "mod\\xe8le" in done.stdout
 
 
-def test_ctrl_c_while_a_command_imports_is_one_line(tmp_path):
-    """Of the console script, which imports a command before it runs it, too."""
+def test_ctrl_c_during_import_prints_one_line(tmp_path):
+    """Also for the console script, which imports a command before it runs it."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
     )
@@ -374,7 +374,7 @@ def test_ctrl_c_while_a_command_imports_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["artifacts", "headwise", "kernels", "profiling", "search"])
-def test_importing_a_package_leaves_ctrl_c_alone(package, tmp_path):
+def test_package_import_leaves_ctrl_c_handler_unchanged(package, tmp_path):
     """Also in a process whose script is called headwise."""
     script = tmp_path / "headwise"
     script.write_text(

@@ -192,7 +192,7 @@ def test_flash_for_any_number_of_threads_gives_the_same_bits(dtype):
         assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
 
 
-def test_defaults():
+def test_gradients_with_defaults_equal_definition():
     case = square(100, scale=64**-0.5)
     tensors, right = problem(case, torch.float32)
     check(attention_gradients(*tensors), right, TOLERANCES[torch.float32])
@@ -234,7 +234,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSALS)
-def test_arguments_that_disagree_are_refused(changes, message):
+def test_gradients_reject_inconsistent_arguments(changes, message):
     with pytest.raises(ValueError, match=message):
         attention_gradients(**{**GOOD, **changes})
 

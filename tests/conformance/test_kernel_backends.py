@@ -69,12 +69,14 @@ def test_triton_interpreted_equals_the_reference():
     for op in interpreted.KEPT:
         assert faults(result[op]) == {}, op
     # The check of memory, under which every case runs, finds each misuse.
-    said = result["memory"]
-    assert said["right"] == ""
-    assert "reads_beyond: program 2 reads outside of the call's tensors" in said["reads_beyond"]
-    assert "writes_before: program 0 writes outside of the call's tensors" in said["writes_before"]
-    assert "writes_twice: programs 0 and 1 write the same element" in said["writes_twice"]
-    assert "reads what program" in said["reads_another_s"]
+    report = result["memory"]
+    assert report["right"] == ""
+    assert "reads_beyond: program 2 reads outside of the call's tensors" in report["reads_beyond"]
+    assert (
+        "writes_before: program 0 writes outside of the call's tensors" in report["writes_before"]
+    )
+    assert "writes_twice: programs 0 and 1 write the same element" in report["writes_twice"]
+    assert "reads what program" in report["reads_another_s"]
 
 
 @pytest.mark.slow
@@ -326,7 +328,7 @@ def test_attention_with_nan_affects_its_head_alone(op, dtype, stored, window, ba
 @pytest.mark.parametrize("factor", [1e5, 3e9, 1e18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", extremes.OPS)
-def test_logits_of_any_size_equal_the_reference(op, dtype, factor):
+def test_extreme_logits_equal_the_reference(op, dtype, factor):
     assert extremes.wrong_where_huge(op, "cpu", 200, factor, dtype) == ""
 
 

@@ -46,7 +46,7 @@ def target_model(loaded, searched):
     return loaded, artifact.model_copy(update={"prefill": prefill, "decode": decode})
 
 
-def test_methods_every_entry_runs_at_its_cost_and_leaves_the_model_alone(target_model):
+def test_methods_every_entry_runs_at_its_cost_and_leaves_the_model_unchanged(target_model):
     loaded, artifact = target_model
     methods, ids = Methods(loaded, artifact), torch.randint(0, 256, (1, LENGTH))
     target = methods.make("headwise", LENGTH).density

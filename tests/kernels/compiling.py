@@ -147,6 +147,6 @@ def _resources(cubin: bytes) -> str:
 
 
 def _number(label: str, text: str) -> int:
-    found = re.search(label + r"\s*(\d+)", text)
-    assert found, f"{label} not in the compiler's report"
-    return int(found[1])
+    match = re.search(label + r"\s*(\d+)", text)
+    assert match, f"{label} not in the compiler's report"
+    return int(match[1])

@@ -10,7 +10,7 @@ from tests.kernels.recording import BUILDERS, served_by
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Have torch.empty give NaN (or the largest integer): what a kernel does not write shows."""
+    """Have torch.empty return NaN (or the largest integer), which reveals unwritten elements."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -23,7 +23,7 @@ def definition(sink: int, window: int, q_len: int, k_len: int) -> Tensor:
 
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
 @pytest.mark.parametrize(("sink", "window"), SIZES)
-def test_the_index_is_the_definition(sink, window, q_len, k_len):
+def test_a_shape_index_equals_definition(sink, window, q_len, k_len):
     q, k = torch.empty(2, 4, q_len, 8), torch.empty(2, 2, k_len, 8)
     index = LayerPlan([make("a_shape", sink=sink, window=window)] * 4, 2).build(q, k)
     index.validate()

@@ -40,7 +40,7 @@ def compiler(tmp_path, monkeypatch):
     return compiler
 
 
-# Writes a file to where the compiler is told to, and counts the times.
+# Writes the compiler's output file and counts the calls.
 JUNK = 'while [ "$1" != "-o" ]; do shift; done; echo junk > "$2"; echo run >> {0}/runs'
 
 
@@ -49,8 +49,8 @@ def runs(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler -O1", " "])
-def test_no_compiler(cache, monkeypatch, named):
-    """Where the named one is missing another is not taken in its stead."""
+def test_build_without_compiler_names_reason(cache, monkeypatch, named):
+    """A missing compiler named in CXX is not replaced by another."""
     expected = f"no C++ compiler found: CXX is {named!r}"
     if named is None:
         monkeypatch.setenv("PATH", str(cache))
@@ -72,21 +72,21 @@ def test_no_compiler(cache, monkeypatch, named):
         ("kill -9 $$", "no message"),
     ],
 )
-def test_a_compiler_that_fails(cache, compiler, monkeypatch, body, reason):
+def test_build_with_failing_compiler_names_reason(cache, compiler, monkeypatch, body, reason):
     command = f"{compiler(body)} --wrapped"
     monkeypatch.setenv("CXX", command)
     assert load() == f"{command} failed: {reason}"
     assert list(cache.iterdir()) == []
 
 
-def test_a_cache_that_takes_no_files(tmp_path, monkeypatch):
+def test_build_with_unwritable_cache_names_reason(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file"))
     reason = str(load())
     assert "cannot be stored" in reason and "HEADWISE_CACHE moves the cache folder" in reason
 
 
-def test_a_user_without_a_home(monkeypatch):
+def test_build_without_home_folder_names_reason(monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
@@ -95,7 +95,7 @@ def test_a_user_without_a_home(monkeypatch):
     assert "Could not determine home directory" in str(load())
 
 
-def test_the_folders_are_nobody_elses_to_write(cache, compiler):
+def test_build_folders_are_writable_by_owner_only(cache, compiler):
     compiler("exit 1")
     before = os.umask(0)
     try:
@@ -108,7 +108,7 @@ def test_the_folders_are_nobody_elses_to_write(cache, compiler):
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def test_a_library_that_does_not_load_is_compiled_again(cache, compiler, tmp_path, caplog):
+def test_build_recompiles_library_that_does_not_load(cache, compiler, tmp_path, caplog):
     compiler(JUNK.format(tmp_path))
     assert "the compiled library cannot be loaded" in str(load())
     # Each source once, and the library.
@@ -122,8 +122,8 @@ def test_a_library_that_does_not_load_is_compiled_again(cache, compiler, tmp_pat
     assert caplog.messages == ["the compiled CPU kernels do not load: compiling them again"]
 
 
-def test_a_library_that_was_cut_off_is_not_loaded(tmp_path):
-    """Loading it would end the process."""
+def test_load_rejects_truncated_library(tmp_path):
+    """Loading a truncated library would crash the process."""
     if reason := build.load():
         pytest.skip(reason)
     command = build.find_compiler()
@@ -134,24 +134,24 @@ def test_a_library_that_was_cut_off_is_not_loaded(tmp_path):
     assert build._why_not_loaded(cut) == "the compiled library cannot be loaded: it is cut off"
 
 
-def test_threads_build_one_after_another(monkeypatch):
-    running, most = 0, 0
+def test_build_in_threads_runs_one_at_a_time(monkeypatch):
+    running, peak = 0, 0
 
     def slow():
-        nonlocal running, most
+        nonlocal running, peak
         running += 1
-        most = max(most, running)
+        peak = max(peak, running)
         time.sleep(0.02)
         running -= 1
 
     monkeypatch.setattr(build, "_load", slow)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: load(), range(4))) == [None] * 4
-    assert most == 1
+    assert peak == 1
 
 
-def test_processes_build_once(cache, compiler, tmp_path, monkeypatch):
-    """What keeps them apart is a lock of a file, which keeps apart threads as well."""
+def test_build_in_processes_compiles_once(cache, compiler, tmp_path, monkeypatch):
+    """A file lock serializes processes, and threads as well."""
     compiler(JUNK.format(tmp_path) + "; sleep 0.1")
     monkeypatch.setattr(
         build, "_why_not_loaded", lambda library: None if library.exists() else "it is not there"
@@ -169,7 +169,7 @@ def test_processes_build_once(cache, compiler, tmp_path, monkeypatch):
     assert runs(tmp_path) == len(build.SOURCES) + 1
 
 
-def test_what_the_library_depends_on(tmp_path, monkeypatch):
+def test_library_key_depends_on_its_inputs(tmp_path, monkeypatch):
     key = build._key(["c++"])
     assert key == build._key(["c++"])
     assert key != build._key(["clang++"]) and key != build._key(["c++", "-O1"])
@@ -188,8 +188,8 @@ def test_what_the_library_depends_on(tmp_path, monkeypatch):
     ("where", "remedy"),
     [("root", "chmod go-w it"), ("folder", "empty it and chmod 700 it"), ("library", "remove it")],
 )
-def test_what_others_could_have_put_there_is_not_loaded(cache, compiler, where, remedy):
-    """A library that is loaded is run."""
+def test_load_rejects_library_writable_by_others(cache, compiler, where, remedy):
+    """Loading a library executes its code."""
     planted = cache / f"cpu-{build._key([compiler('exit 1')])}.so"
     cache.mkdir(parents=True)
     for path in (cache.parent, cache):
@@ -208,7 +208,7 @@ def test_what_others_could_have_put_there_is_not_loaded(cache, compiler, where, 
     assert "c++ failed" in str(load())
 
 
-def test_what_belongs_to_another_is_not_loaded(cache, compiler, monkeypatch):
+def test_load_rejects_library_of_another_owner(cache, compiler, monkeypatch):
     compiler("exit 1")
     cache.mkdir(parents=True, mode=0o700)
     owner = cache.stat().st_uid
@@ -250,7 +250,7 @@ def brought(tmp_path, monkeypatch):
         (AVX512 | {"avx512_bf16", "amx_bf16"}, "avx512_bf16"),
     ],
 )
-def test_the_best_level_that_a_wheel_has_is_taken(brought, monkeypatch, flags, level):
+def test_wheel_library_uses_best_supported_level(brought, monkeypatch, flags, level):
     monkeypatch.setattr(prebuilt, "processor_flags", lambda: frozenset(flags))
     assert prebuilt.find() == (brought / f"{level}.so" if level else None)
     (brought / "avx512.so").unlink()
@@ -260,7 +260,7 @@ def test_the_best_level_that_a_wheel_has_is_taken(brought, monkeypatch, flags, l
     assert prebuilt.find() is None
 
 
-def test_a_library_is_one_release_of_torch_s(monkeypatch, tmp_path):
+def test_wheel_library_requires_its_torch_release(monkeypatch, tmp_path):
     named = set()
     for version in ("2.13.0+cpu", "2.13.1", "2.14.0"):
         monkeypatch.setattr(torch, "__version__", version)
@@ -268,7 +268,7 @@ def test_a_library_is_one_release_of_torch_s(monkeypatch, tmp_path):
     assert named == {"cpu-avx2-torch2.13.so", "cpu-avx2-torch2.14.so"}
 
 
-def test_flags_as_linux_writes_them(tmp_path):
+def test_cpu_flags_are_read_from_linux_format(tmp_path):
     for line in ("flags\t\t: fpu avx2 fma", "Features\t: fp asimd"):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t: none\n")
         expected = frozenset(line.split(": ")[1].split())
@@ -276,9 +276,7 @@ def test_flags_as_linux_writes_them(tmp_path):
     assert prebuilt.processor_flags(tmp_path / "missing") == frozenset()
 
 
-def test_a_wheel_s_library_that_does_not_load_is_compiled_instead(
-    brought, cache, monkeypatch, caplog
-):
+def test_wheel_library_that_does_not_load_is_compiled_instead(brought, cache, monkeypatch, caplog):
     monkeypatch.setattr(prebuilt, "processor_flags", lambda: AVX2)
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     assert load() == "no C++ compiler found (install g++, or set CXX)"

@@ -42,7 +42,7 @@ def inputs(
     return q, k, v, LayerPlan(patterns, kv_heads).build(q, k)
 
 
-def test_defaults_are_causal_softmax_attention():
+def test_attention_defaults_equal_causal_softmax():
     q, k, v, _ = inputs()
     index = LayerPlan([make("dense")] * 2, 1).build(q, k)
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -54,8 +54,8 @@ def test_defaults_are_causal_softmax_attention():
     assert lse.shape == (1, 2, 1) and scores is None
 
 
-def test_a_broken_index_reads_and_writes_nothing_outside():
-    """Entries that the op refuses, handed past it: native code stops at wild columns and tiles."""
+def test_attention_with_broken_index_stays_in_bounds():
+    """Bypass the op's checks: native code must stop at out-of-range columns and tiles."""
     q, k, v, index = inputs()
     for columns, wild in ((int32(-5, 3), -5), (int32(3, 80, -7, 90), -7)):
         broken = index.changed(columns=columns.expand(1, 2, -1))
@@ -76,7 +76,7 @@ def test_a_broken_index_reads_and_writes_nothing_outside():
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_padding_says_nothing_and_entries_may_be_views(backend):
+def test_attention_ignores_padding_and_accepts_views(backend):
     q, k, v, index = inputs()
     pad = torch.nn.functional.pad
     padded = replace(
@@ -93,14 +93,14 @@ def test_padding_says_nothing_and_entries_may_be_views(backend):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_no_batch_gives_no_output(backend):
+def test_attention_with_empty_batch_returns_empty_output(backend):
     q, k, v, _ = inputs()
     index = LayerPlan([make("dense")] * 2, 1).build(q[:0], k[:0])
     out, lse = attend(AttentionCall(q[:0], k[:0], v[:0], index), backend)
     assert out.shape == (0, 2, 200, 64) and lse.shape == (0, 2, 200)
 
 
-def test_an_infinite_score_is_nan_as_in_softmax():
+def test_attention_with_infinite_score_returns_nan():
     q, k, v, index = inputs()
     q[0, 0, :, 5], k[0, 0, 3, 5] = 1.0, float("inf")
     out = sparse_attention(q, k, v, index, backend="cpu")
@@ -108,7 +108,7 @@ def test_an_infinite_score_is_nan_as_in_softmax():
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 30.0])
-def test_soft_cap_holds_at_both_ends(softcap):
+def test_soft_cap_with_extreme_logits_bounds_both_ends(softcap):
     q, k, v, index = inputs()
     for factor in (1e-4, 1e3):
         (out, lse), (expected, expected_lse) = (
@@ -120,8 +120,8 @@ def test_soft_cap_holds_at_both_ends(softcap):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offsets_beyond_two_billion_elements(dtype):
-    """Strides past 2^31, over address space of which next to nothing is touched."""
+def test_offsets_beyond_two_billion_elements_are_correct(dtype):
+    """Use strides past 2^31 over address space that is hardly touched."""
     q, k, _, index = inputs(4, 2, dtype=dtype)
     far = 3 * 2**30
     row, head, batch = far // 300, far, far + 64
@@ -138,7 +138,7 @@ def test_offsets_beyond_two_billion_elements(dtype):
     assert torch.equal(out, expected.expand(2, -1, -1, -1))
 
 
-def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
+def test_auto_falls_back_and_logs_once(monkeypatch, caplog):
     monkeypatch.setattr(registry, "log_once", cache(registry.log_once.__wrapped__))
     q, k, v, index = inputs()
     expected = sparse_attention(q, k, v, index, backend="reference")
@@ -161,7 +161,7 @@ def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
         cpu.engines(torch.float32)
 
 
-def test_gradients_are_refused_not_lost():
+def test_attention_rejects_inputs_that_require_gradients():
     q, k, v, index = inputs()
     q.requires_grad_()
     out = sparse_attention(q, k, v, index)
@@ -175,7 +175,7 @@ def test_gradients_are_refused_not_lost():
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_tangents_are_carried_not_lost(op):
+def test_op_propagates_tangents(op):
     q, k, v, index = inputs(length=16)
 
     def attended(values):
@@ -193,7 +193,7 @@ def test_tangents_are_carried_not_lost(op):
         sparse_attention(q, k, forward_ad.make_dual(v, torch.ones_like(v)), index, backend="cpu")
 
 
-def test_an_engine_that_does_not_serve_is_named():
+def test_unsupported_engine_error_names_it():
     q, k, v, index = inputs()
     reason = "engine 'dot' does not serve Float on this processor"
     with pytest.raises(ValueError, match=reason):
@@ -202,17 +202,17 @@ def test_an_engine_that_does_not_serve_is_named():
         decode_cpu.run(DecodeCall(q[:, :, -1:], k, v), engine="dot")
 
 
-def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch):
+def test_index_is_validated_once_and_built_index_never(monkeypatch):
     q, k, v, _ = inputs()
     plan = LayerPlan([make("vertical_slash", vertical=70, slash=64), make("dense")], 1)
     built = plan.build(q, k, ragged=Ragged.left_padded([150], 200, 200))
-    asked = []
+    calls = []
     monkeypatch.setattr(
         "kernels.index.SparseIndex.check_shapes",
-        lambda self: asked.append("shapes" if self._valid else "entries"),
+        lambda self: calls.append("shapes" if self._valid else "entries"),
     )
     sparse_attention(q, k, v, built)
-    assert "entries" not in asked
+    assert "entries" not in calls
     hand = replace(plan.build(q, k), window=90)
     assert not hand._valid
     sparse_attention(q, k, v, hand)
@@ -222,10 +222,10 @@ def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch):
 @pytest.mark.parametrize("op", ["attention", "decode"])
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
 @pytest.mark.parametrize("stored", EIGHT_BITS)
-def test_every_code_of_eight_bits_is_what_torch_reads(op, dtype, server, stored):
-    """Cases of the conformance suite are drawn at random; here all 256 codes are met."""
+def test_all_eight_bit_codes_decode_as_in_torch(op, dtype, server, stored):
+    """Conformance cases are random; this test covers all 256 codes."""
     engine = skip_without(server, {"attention": cpu, "decode": decode_cpu}[op].engines(dtype))
-    # Head i asks for code i of the key; a softmax over one key gives its value, bit by bit.
+    # Head i reads code i of the key; a softmax over one key returns its value bit for bit.
     q = torch.eye(256, dtype=dtype)[None, :, None]
     index = dense_index(1, 256, 1, 1, q.device)
 

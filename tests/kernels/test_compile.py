@@ -53,8 +53,8 @@ def attention(**more: Any) -> attention_cases.Case:
 
 _SERVING = {"dense_tail": 64, "ragged": Ragged.left_padded([448], 448, 448), "page": 16}
 _SKIPPING = {"index": "random:7,0,0", "skip": -3.0}
-# What an index has beside its own tiles, and how K and V lie. Lists are served one query tile a
-# program.
+# Parts of an index other than its own tiles, and the layout of K and V. Lists run one query tile
+# per program.
 VARIANTS = {
     "diagonals": attention(index="random:2,0,0"),
     "diagonals, columns": attention(),
@@ -95,9 +95,9 @@ def sized(case: Any, dim: int | tuple[int, int], dtype: torch.dtype) -> Any:
 
 def launched(target: str, case: attention_cases.Case) -> list[KernelCall]:
     """The launches of a call: tables, attention, and the merge of parts."""
-    given = attention_cases.problem(case, HOST)
+    problem = attention_cases.problem(case, HOST)
     with recorded(architecture(target)) as calls:
-        call = AttentionCall(given.q, given.k, given.v, given.index, **given.rest)
+        call = AttentionCall(problem.q, problem.k, problem.v, problem.index, **problem.rest)
         backend.run(call, splits=case.splits)
     return calls
 
@@ -113,7 +113,7 @@ def test_attention(target, dim, variant, dtype):
 @pytest.mark.parametrize(
     ("dim", "dtype"), [(512, HALF), (128, torch.float32), (256, torch.float32)]
 )
-def test_whatever_is_served_fits_the_device(target, dim, dtype):
+def test_supported_attention_fits_the_device(target, dim, dtype):
     """Beyond 256, and in float32, registers may spill."""
     case = sized(VARIANTS[PAIRED], dim, dtype)
     built = compiled(launched(target, case)[1], target)
@@ -138,13 +138,13 @@ def of_builders(
             make("block_sparse", blocks=9),
             make("block_sparse", blocks=9, coverage=coverage),
         ]
-        with recorded(architecture(target)) as made:
+        with recorded(architecture(target)) as builds:
             LayerPlan(patterns * 2, 2).build(q, k, **how)
-        calls |= {(call.kernel, *call.constants.values()): call for call in made}
-    found = {}
+        calls |= {(call.kernel, *call.constants.values()): call for call in builds}
+    result = {}
     for (name, *_), call in calls.items():
-        found.setdefault(name, []).append(call)
-    return found
+        result.setdefault(name, []).append(call)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -179,12 +179,12 @@ def test_means_of_tiles(target, dim):
 
 
 @pytest.mark.parametrize("target", sampled(list(TARGETS), "sm_90"))
-def test_tables_of_unlike_heads_and_a_choice_for_unlike_sequences(target):
+def test_tables_and_top_k_of_mixed_sizes(target):
     entries = torch.zeros(1, 4, 2, dtype=torch.int32)
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
-    scores, each = torch.empty(1, 4, 3, 16_385), torch.empty(1, dtype=torch.int32)
-    _, choice = builders.top_k(TopKCall(scores, [50] * 4, [None] * 4, 1, each, each))
+    scores, lengths = torch.empty(1, 4, 3, 16_385), torch.empty(1, dtype=torch.int32)
+    _, choice = builders.top_k(TopKCall(scores, [50] * 4, [None] * 4, 1, lengths, lengths))
     for call in (backend.tables(index, 2, None, alone=(1,)), choice):
         assert compiled(call, target).excess(target, HALF) is None, call.kernel
 
@@ -247,8 +247,8 @@ def test_decode(target, dim, name, dtype):
     assert split.waits(target) is None
 
 
-def test_a_growing_cache_compiles_nothing_new():
-    """Sizes that change from step to step are neither constants nor looked at for divisibility."""
+def test_growing_cache_triggers_no_compilation():
+    """Sizes that change each step are neither constants nor specialized on divisibility."""
 
     def launches(length, chosen):
         q = torch.empty(2, 6, 1, 64)

@@ -74,7 +74,7 @@ LARGE = {
         f"{name}, window, tail, soft-cap, {sorts}": case(
             heads=4, kv_heads=2, index=f"random:{sorts}", window=512, dense_tail=64,
             softcap=30.0,
-            page=16, given=True,
+            page=16, has_out=True,
         )
         for sorts in ("6,0,300", "6,4,300")
         for name, case in (("padded", PADDED), ("packed", PACKED))
@@ -107,7 +107,7 @@ def exact_reference():
 
 
 @pytest.mark.parametrize(("name", "dtype"), core(RUNS, *CORE), ids=str)
-def test_kernel_agrees_with_the_reference(name, dtype):
+def test_attention_kernel_matches_reference(name, dtype):
     case = replace(CASES[name], dtype=dtype)
     if not serves(
         architecture(DEVICE), dim=max(case.head_dim, case.v_dim), itemsize=dtype.itemsize
@@ -133,7 +133,7 @@ def test_kernel_agrees_with_the_reference(name, dtype):
 
 
 @pytest.mark.core
-def test_auto_takes_triton_and_repeats_to_the_bit():
+def test_auto_selects_triton_and_is_bitwise_reproducible():
     torch.manual_seed(0)
     q = torch.randn(1, 8, 3000, 128, dtype=torch.bfloat16, device=DEVICE)
     k, v = (torch.randn(1, 2, 3000, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
@@ -153,8 +153,8 @@ def test_auto_takes_triton_and_repeats_to_the_bit():
 
 @pytest.mark.core
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (9, 3, 64), (4, 1, 256)])
-def test_gradients_agree_with_the_reference_and_repeat_to_the_bit(heads, kv_heads, dim):
-    """torch's FlashAttention, which a search's backward pass takes."""
+def test_gradients_match_reference_and_are_bitwise_reproducible(heads, kv_heads, dim):
+    """Torch's FlashAttention, which the backward pass of a search uses."""
     torch.manual_seed(0)
     q, grad_out = torch.randn(2, 1, heads, 1000, dim, device=DEVICE).bfloat16()
     k, v = torch.randn(2, 1, kv_heads, 1000, dim, device=DEVICE).bfloat16()
@@ -200,7 +200,7 @@ ESTIMATES = {
     ),
     ids=str,
 )
-def test_estimate_agrees_with_torch(name, dtype):
+def test_estimate_matches_torch(name, dtype):
     case = (builder_cases.ESTIMATES | ESTIMATES)[name]
     error = builder_cases.estimate_error(replace(case, dtype=dtype), DEVICE)
     assert error <= 10 * builder_cases.ERROR
@@ -227,12 +227,12 @@ BUILDERS = [
         "tables, 2 query tiles, window 300",
     ),
 )
-def test_builders_give_what_torch_gives(name):
-    most = builder_cases.ERROR if name in builder_cases.MEANS else 0
-    assert builder_cases.error(name, DEVICE) <= most
+def test_builders_match_torch(name):
+    limit = builder_cases.ERROR if name in builder_cases.MEANS else 0
+    assert builder_cases.error(name, DEVICE) <= limit
 
 
-def test_estimate_repeats_to_the_bit_and_keeps_no_attention():
+def test_estimate_is_bitwise_reproducible_and_stores_no_attention():
     torch.manual_seed(0)
     q = torch.randn(1, 32, 200, 128, dtype=torch.bfloat16, device=DEVICE)
     k = torch.randn(1, 8, 100_000, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -269,8 +269,8 @@ def no_waiting() -> Iterator[None]:
     ids=["plain", "one sequence", "padded", "packed"],
 )
 @pytest.mark.parametrize("window", [None, 300])
-def test_no_call_waits_for_the_gpu(ragged, window):
-    """Neither index nor attention, on the first call or later ones: caches may differ by then."""
+def test_calls_do_not_synchronize_with_the_gpu(ragged, window):
+    """Neither index nor attention waits, on the first call or on later ones with warm caches."""
     q = torch.randn(1, 5, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
     k = q[:, :1]
     plan = LayerPlan(LAYER, 1, dense_tail=70)
@@ -285,8 +285,8 @@ def test_no_call_waits_for_the_gpu(ragged, window):
             sparse_attention(q, k, k, index, backend="triton", out=torch.empty_like(q))
 
 
-def test_numbers_copied_on_one_stream_are_right_on_another():
-    """The copy is late, and nobody waits for it on the host."""
+def test_numbers_copied_on_one_stream_are_correct_on_another():
+    """The copy is delayed, and the host does not wait for it."""
     values = tuple(range(1000, 1500))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     copies._copied.cache_clear()
@@ -296,12 +296,12 @@ def test_numbers_copied_on_one_stream_are_right_on_another():
             copies.on_device(values, DEVICE)
         with torch.cuda.stream(second):
             read = copies.on_device(values, DEVICE) + 0
-    # The stream that reads it here does not wait for the second one by itself.
+    # The stream that reads it here does not wait for the second one implicitly.
     second.synchronize()
     assert read.tolist() == list(values)
 
 
-def test_numbers_first_copied_in_a_graph_are_right_at_each_replay():
+def test_numbers_first_copied_in_a_graph_are_correct_at_each_replay():
     values = tuple(range(2000, 2500))
     copies._copied.cache_clear()
     graph = torch.cuda.CUDAGraph()
@@ -310,14 +310,14 @@ def test_numbers_first_copied_in_a_graph_are_right_at_each_replay():
     # Nothing has been replayed, and others ask already.
     assert copies.on_device(values, DEVICE).tolist() == list(values)
     copies._copied.cache_clear()
-    others = [torch.zeros(len(values), dtype=torch.int64).pin_memory() for _ in range(8)]
+    buffers = [torch.zeros(len(values), dtype=torch.int64).pin_memory() for _ in range(8)]
     for _ in range(2):
         read.zero_()
         graph.replay()
-        assert read.tolist() == list(values) and not any(other.any() for other in others)
+        assert read.tolist() == list(values) and not any(other.any() for other in buffers)
 
 
-def test_dense_index_is_causal_attention_at_long_length():
+def test_dense_index_at_long_length_equals_causal_attention():
     torch.manual_seed(0)
     length = 32_768
     q = torch.randn(1, 2, length, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -339,13 +339,13 @@ def vast_cache():
     return cache.transpose(1, 2)
 
 
-def test_offsets_beyond_two_billion_elements(vast_cache):
+def test_offsets_beyond_two_billion_elements_are_correct(vast_cache):
     heads, length, dim = vast_cache.shape[1:]
     k = v = vast_cache
     q = torch.randn(1, heads, 100, dim, dtype=torch.bfloat16, device=DEVICE)
     index = LayerPlan([make("a_shape", sink=64, window=300)] * heads, heads).build(q, k)
     out, lse = triton.run(AttentionCall(q, k, v, index))
-    # What the last head's last queries see: the first tile and an unbroken run of the last ones.
+    # The last head's last queries see the first tile and a contiguous run of the last tiles.
     last = slice(heads - 1, heads)
     recent = torch.arange(length - 7 * TILE, length, device=DEVICE)
     key = torch.cat([torch.arange(TILE, device=DEVICE), recent])

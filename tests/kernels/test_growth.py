@@ -65,14 +65,14 @@ def test_build_ragged_sequence_is_independent_of_its_batch():
         assert torch.equal(index.sequence(s).to_mask(), plan.build(*own).to_mask())
 
 
-def test_of_some_kv_heads_grows_as_all_do():
+def test_plan_of_some_kv_heads_grows_like_the_full_plan():
     q, k = problem(300, 600)
     plan = LayerPlan(PATTERNS, 2, length=SEARCHED)
     some = plan.select_kv_heads((1,)).build(q[:, 8:], k[:, 1:])
     assert torch.equal(some.to_mask(), plan.build(q, k).to_mask()[:, 8:])
 
 
-def test_at_lengths_of_the_same_tiles_shares_one_plan_and_remembers_few(monkeypatch):
+def test_at_lengths_with_equal_tiles_share_one_plan_and_cache_few(monkeypatch):
     plan = LayerPlan([make("block_sparse", blocks=3), make("dense")], 1, length=SEARCHED)
     assert plan.at(257) is plan.at(320) and plan.at(320) is not plan.at(321)
     first = plan.at(257)
@@ -87,7 +87,7 @@ def test_at_lengths_of_the_same_tiles_shares_one_plan_and_remembers_few(monkeypa
         plan.at(64 * 6)
 
 
-def test_every_kind_with_sizes_grows():
+def test_every_sized_kind_grows():
     assert {kind for kind, cls in KINDS.items() if cls.growing} == {
         p.kind for p in LAYER if p.kind not in ("dense", "skip_softmax")
     }

@@ -64,7 +64,7 @@ def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int],
     st.sampled_from([0, 1, 70, 1000]),
     st.integers(1, 9),
 )
-def test_invariants(layer, window, tail, most):
+def test_index_invariants_hold(layer, window, tail, most):
     patterns, kv_heads, q, k = layer
     index = LayerPlan(patterns, kv_heads, dense_tail=tail).build(q, k, window=window)
     index.validate()
@@ -120,20 +120,20 @@ def test_invariants(layer, window, tail, most):
 
 @settings(max_examples=30, deadline=None)
 @given(layers())
-def test_a_head_is_built_alike_in_any_company(layer):
+def test_index_of_head_is_independent_of_other_heads(layer):
     patterns, kv_heads, q, k = layer
     together = LayerPlan(patterns, kv_heads).build(q, k)
     group = len(patterns) // kv_heads
     for head, alone in enumerate(patterns):
-        one = slice(head // group, head // group + 1)
-        index = LayerPlan([alone], 1).build(q[:, head : head + 1], k[:, one])
+        group_slice = slice(head // group, head // group + 1)
+        index = LayerPlan([alone], 1).build(q[:, head : head + 1], k[:, group_slice])
         assert torch.equal(index.to_mask()[:, 0], together.to_mask()[:, head])
         assert torch.equal(index.computed_tiles()[:, 0], together.computed_tiles()[:, head])
 
 
 @settings(max_examples=25, deadline=None)
 @given(layers(), st.data())
-def test_more_budget_never_takes_a_key_away(layer, data):
+def test_larger_budget_never_removes_a_key(layer, data):
     patterns, kv_heads, q, k = layer
     larger = [
         replace(
@@ -151,7 +151,7 @@ def test_more_budget_never_takes_a_key_away(layer, data):
     assert not (less.to_mask() & ~more.to_mask()).any()
 
 
-def test_counting_in_chunks_is_counting_at_once(monkeypatch):
+def test_count_in_chunks_equals_count_at_once(monkeypatch):
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 700, 8), torch.randn(2, 1, 900, 8)
     patterns = [
@@ -165,7 +165,7 @@ def test_counting_in_chunks_is_counting_at_once(monkeypatch):
     assert torch.equal(index.to_mask(), mask) and torch.equal(index.computed_tiles(), computed)
 
 
-def test_a_head_takes_what_its_own_rows_list():
+def test_head_attends_to_keys_in_its_rows():
     patterns = [
         make("block_sparse", blocks=20),
         *[make("a_shape", sink=64, window=64)] * 6,
@@ -179,8 +179,8 @@ def test_a_head_takes_what_its_own_rows_list():
         index.padded_tiles()[:, 1:7].eq(PAD).all()
         and index.padded_tiles(slice(-1, None))[:, 7].ne(PAD).sum() == 2 * 2
     )
-    one = index.sequence(1)
-    assert torch.equal(one.to_mask()[0], index.to_mask()[1])
+    single = index.sequence(1)
+    assert torch.equal(single.to_mask()[0], index.to_mask()[1])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_head_takes_what_its_own_rows_list():
         ({"ragged": Ragged.left_padded([100], 130, 130)}, r"has 1 of up to \(100, 100\)"),
     ],
 )
-def test_validate_names_what_is_wrong(change, message):
+def test_validate_error_names_the_fault(change, message):
     index = LayerPlan([make("dense")] * 2, 1).build(
         torch.zeros(1, 2, 130, 4), torch.zeros(1, 1, 130, 4)
     )
@@ -220,5 +220,5 @@ def test_validate_names_what_is_wrong(change, message):
         replace(index, **change).validate()
 
 
-def test_every_kind_is_in_the_tables():
+def test_tables_contain_every_kind():
     assert set(KINDS_DRAWN) == {pattern.kind for pattern in LAYER} == set(KINDS)

@@ -1,4 +1,4 @@
-"""Bars for what a prefill and a decode step launch and allocate.
+"""Limits on the launches and allocations of a prefill and a decode step.
 
 Our kernels are counted as they are launched, torch's operations as they are called, views left out:
 on a GPU each is a launch.
@@ -25,7 +25,7 @@ from tests.kernels.recording import recorded
 
 # What makes the host wait for the device.
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item")
-# Launch nothing: they look at memory differently, or reserve it.
+# Launch nothing: they create views or reserve memory.
 FREE = ("detach", "alias", "lift_fresh", "set_", "resize_")
 RESERVE = ("empty", "empty_like", "empty_strided", "new_empty")
 
@@ -41,25 +41,25 @@ class Counts:
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operations, and what they make."""
+    """Counts torch operations and the tensors they allocate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.is_view:
-            return found
+            return result
         name = func.overloadpacket.__name__
         if name in WAITS:
             self.counts.waits.append(name)
         if name not in FREE + RESERVE:
             self.counts.torch += 1
-        for x in found if isinstance(found, tuple | list) else (found,):
+        for x in result if isinstance(result, tuple | list) else (result,):
             if isinstance(x, Tensor):
                 self.counts.largest = max(self.counts.largest, x.numel() * x.element_size())
-        return found
+        return result
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def counting() -> Iterator[Counts]:
     operations.counts.ours += [call.kernel for call in calls]
 
 
-# Every kind; tiles of heads that list them are a launch of their own where none skips.
+# Every kind; heads that list tiles need a separate launch if none skips.
 UNLIKE = [
     make("vertical_slash", vertical=80, slash=90),
     make("a_shape", sink=64, window=64),
@@ -84,20 +84,20 @@ SKIPPING = [*UNLIKE[:5], make("skip_softmax", scale_factor=3.0)]
 
 
 def prefill(length: int, patterns: Sequence[Pattern], window: int | None = None) -> list[Counts]:
-    """The first two calls of a plan: by the second what is made once for a length is there."""
+    """Count the first two calls of a plan; the second one reuses per-length constants."""
     q, k, v = (torch.randn(1, heads, length, 64).half() for heads in (6, 2, 2))
     plan = LayerPlan(patterns, 2)
-    found = []
+    measured = []
     for _ in range(2):
         with counting() as counts:
             index = plan.build(q, k, window=window)
             sparse_attention(q, k, v, index, backend="triton")
-        found.append(counts)
-    return found
+        measured.append(counts)
+    return measured
 
 
 def decode(length: int, **how: Any) -> list[Counts]:
-    """One token over so many keys."""
+    """Count a decode step of one token over `length` keys."""
     q, k, v = (
         torch.randn(1, heads, n, 64).half() for heads, n in ((4, 1), (2, length), (2, length))
     )
@@ -128,7 +128,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_launches_little_waits_for_nothing_and_allocates_no_square(name):
+def test_call_launches_few_kernels_without_waits_or_square_buffers(name):
     call, bars = CALLS[name]
     # From queries, keys and values to the output of a layer, whatever kinds its heads are of.
     assert all(sum(bar) <= 10 for bar in bars)
@@ -147,7 +147,7 @@ def test_a_call_launches_little_waits_for_nothing_and_allocates_no_square(name):
         assert shorter[0].ours == kernels
 
 
-def test_what_waits_and_what_is_made_is_counted():
+def test_counter_counts_waits_and_allocations():
     with counting() as counts:
         x = torch.zeros(100)
         x.view(10, 10).T.add_(1)
@@ -160,8 +160,8 @@ def test_what_waits_and_what_is_made_is_counted():
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("patterns", [BY_NUMBER, EVERY])
-def test_nothing_as_large_as_the_past_is_made(patterns, monkeypatch):
-    """By a short chunk on it, but for torch's scratch, which does not grow: here it is small."""
+def test_short_chunk_allocates_nothing_as_large_as_the_past(patterns, monkeypatch):
+    """A short chunk after a long past; torch's scratch has a fixed size and is small here."""
     monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 512)
     monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1 << 16})
     k_len = 16_384

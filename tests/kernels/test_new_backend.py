@@ -39,7 +39,7 @@ def added(monkeypatch) -> Iterator[ModuleType]:
 
 
 def forget() -> None:
-    """Have the registry read its table anew."""
+    """Have the registry read its table again."""
     registry.order.cache_clear()
     registry.implementation.cache_clear()
 
@@ -47,10 +47,10 @@ def forget() -> None:
 def attention() -> None:
     for name in interpreted.KEPT["attention"]:
         case = interpreted.in_its_dtype(attention_cases.SMALL, name)
-        given = attention_cases.problem(case, HOST)
-        out, lse = attention_cases.served(case, given, partial(attend, backend="toy"))
-        attention_cases.check(out, given.out, "out", case.dtype)
-        attention_cases.check(lse, given.lse, "lse", case.dtype)
+        problem = attention_cases.problem(case, HOST)
+        out, lse = attention_cases.served(case, problem, partial(attend, backend="toy"))
+        attention_cases.check(out, problem.out, "out", case.dtype)
+        attention_cases.check(lse, problem.lse, "lse", case.dtype)
 
 
 def decode() -> None:
@@ -63,9 +63,9 @@ def decode() -> None:
 
 def gradient() -> None:
     for name in ("length 65", "soft-cap 2", "window 100, soft-cap, 130 of 700"):
-        found = gradients.gradients(gradients.CASES[name], torch.float32, "toy")
+        result = gradients.gradients(gradients.CASES[name], torch.float32, "toy")
         _, right = gradients.problem(gradients.CASES[name], torch.float32)
-        gradients.check(found, right, gradients.TOLERANCES[torch.float32])
+        gradients.check(result, right, gradients.TOLERANCES[torch.float32])
 
 
 def estimate() -> None:
@@ -115,29 +115,29 @@ CASES = (attention, decode, gradient, estimate, means, tiles, select, top_k, evi
 
 
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases.__name__)
-def test_a_backend_of_one_line_serves_the_cases_of_every_op(cases, added):
+def test_one_line_backend_passes_the_cases_of_every_op(cases, added):
     cases()
     assert added.served[cases.__name__] > 0
 
 
-def test_the_cases_are_of_all_ops():
+def test_cases_cover_all_ops():
     assert {cases.__name__ for cases in CASES} == set(OPS) == set(toy.OPS.values())
     assert all(backend.ops.keys() <= set(OPS) for backend in BACKENDS.values())
 
 
-def test_a_new_backend_is_known_by_its_name_and_taken_by_auto(added):
+def test_new_backend_is_registered_by_name_and_selected_by_auto(added):
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
     index = dense_index(1, 2, 70, 70, q.device)
     expected = sparse_attention(q, k, v, index, backend="reference")
-    # Before those that are made for no device, after the faster ones of its own.
+    # Before the generic backends and after faster ones for the same device.
     assert registry.order("attention", "cpu") == ("cpu", "toy", "triton", "reference")
     assert registry.fast("attention", Operands(q, k, v)) == ("cpu", None)
     with served_by("toy", "reference", ops=OPS):
         assert registry.fast("attention", Operands(q, k, v)) == ("toy", None)
         assert torch.equal(sparse_attention(q, k, v, index), expected)
     assert added.served["attention"] == 1
-    known = "unknown backend 'abacus'; known: auto, triton, cpu, reference, toy"
-    with pytest.raises(ValueError, match=known):
+    message = "unknown backend 'abacus'; known: auto, triton, cpu, reference, toy"
+    with pytest.raises(ValueError, match=message):
         sparse_attention(q, k, v, index, backend="abacus")
     reason = "backend 'toy' cannot serve this call: it is a toy for the CPU, not for meta"
     with pytest.raises(ValueError, match=reason):
@@ -147,8 +147,8 @@ def test_a_new_backend_is_known_by_its_name_and_taken_by_auto(added):
 @pytest.mark.parametrize(
     ("name", "op"), [(name, op) for name, backend in BACKENDS.items() for op in backend.ops]
 )
-def test_what_serves_an_op_has_supports_and_run(name, op):
-    """Both take a call; what else `run` takes has a default."""
+def test_op_backend_has_supports_and_run(name, op):
+    """Both take a call; other parameters of `run` have defaults."""
     served = registry.implementation(op, name)
     for function in (served.supports, served.run):
         (first, *others) = inspect.signature(function).parameters.values()
@@ -158,16 +158,16 @@ def test_what_serves_an_op_has_supports_and_run(name, op):
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
-def test_a_backend_is_asked_once_a_call(backend, monkeypatch):
-    asked = []
+def test_backend_support_is_checked_once_per_call(backend, monkeypatch):
+    calls = []
     for op in ("attention", "decode"):
         served = registry.implementation(op, "cpu")
         supports = served.supports
         monkeypatch.setattr(
-            served, "supports", lambda call, op=op, ask=supports: asked.append(op) or ask(call)
+            served, "supports", lambda call, op=op, ask=supports: calls.append(op) or ask(call)
         )
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
     index = dense_index(1, 2, 70, 70, q.device)
     sparse_attention(q, k, v, index, backend=backend)
     decode_attention(q[:, :, -1:], k, v, backend=backend)
-    assert asked == ["attention", "decode"]
+    assert calls == ["attention", "decode"]

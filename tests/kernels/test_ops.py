@@ -1,4 +1,4 @@
-"""Ops beside attention and decode: dense attention, parts merged, tokens dropped, tiles skipped.
+"""Other ops: dense attention, merge_attention, drop_lowest and tile skipping.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -42,11 +42,11 @@ def expected(
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (16, 700), (17, 700), (300, 300)])
-def test_dense_attention_is_causal_attention(backend, window, q_len, k_len):
+def test_dense_attention_equals_causal_attention(backend, window, q_len, k_len):
     q, k, v = inputs(q_len, k_len, batch=2)
     for sinks in (None, torch.randn(6)):
-        found = dense_attention(q, k, v, window=window, sinks=sinks, backend=backend)
-        for actual, wanted in zip(found, expected(q, k, v, window, sinks), strict=True):
+        result = dense_attention(q, k, v, window=window, sinks=sinks, backend=backend)
+        for actual, wanted in zip(result, expected(q, k, v, window, sinks), strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
     out = torch.empty_like(q)
     assert dense_attention(q, k, v, window=window, out=out)[0] is out
@@ -54,7 +54,7 @@ def test_dense_attention_is_causal_attention(backend, window, q_len, k_len):
 
 @pytest.mark.parametrize("q_len", [1, 9, 40, 500])
 @pytest.mark.parametrize("page", [None, 16])
-def test_sequences_of_unlike_length(q_len, page):
+def test_dense_attention_of_different_lengths_equals_each_sequence(q_len, page):
     lengths = (500, 500 - q_len + 1, max(q_len, 130))
     q, k, v = inputs(q_len, 500, batch=3)
     ragged = Ragged.left_padded(lengths, q_len, 500)
@@ -74,7 +74,7 @@ def test_sequences_of_unlike_length(q_len, page):
         assert (found[s, :, : own.start] == 0).all()
 
 
-def test_the_index_of_a_shape_is_made_once():
+def test_dense_index_of_a_shape_is_built_once():
     device = torch.device("cpu")
     ragged = [Ragged.left_padded((70, 30), 70, 70) for _ in range(2)]
     first, again = (dense_index(2, 3, 70, 70, device, ragged=each) for each in ragged)
@@ -83,7 +83,7 @@ def test_the_index_of_a_shape_is_made_once():
 
 
 @pytest.mark.parametrize("q_len", [1, 50, 64])
-def test_a_call_that_is_all_tail_estimates_nothing(q_len, monkeypatch):
+def test_call_within_the_dense_tail_skips_the_estimate(q_len, monkeypatch):
     patterns = [make("vertical_slash", vertical=70, slash=64), make("block_sparse", blocks=2)]
     plan = LayerPlan(patterns, 1, dense_tail=64)
     monkeypatch.setattr("kernels.patterns.vertical_slash.estimate", None)
@@ -97,7 +97,7 @@ B, H, G, Q, D, E = 2, 6, 3, 5, 16, 24
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("few", [1, 7])
-def test_two_parts_are_one_softmax(few, masked, softcap):
+def test_merge_attention_of_two_parts_equals_one_softmax(few, masked, softcap):
     torch.manual_seed(0)
     q = torch.randn(B, H, Q, D)
     k, v = torch.randn(B, G, few + 40, D), torch.randn(B, G, few + 40, E)
@@ -113,18 +113,18 @@ def test_two_parts_are_one_softmax(few, masked, softcap):
     values = v.repeat_interleave(H // G, 1)
     lse = logits[..., few:].logsumexp(-1)
     out = (logits[..., few:] - lse[..., None]).exp().nan_to_num() @ values[:, :, few:]
-    found = merge_attention(
+    result = merge_attention(
         *(out, lse, q, k[:, :, :few], v[:, :, :few]),
         seen=seen[:, :few] if masked else None,
         scale=0.3,
         softcap=softcap,
     )
-    torch.testing.assert_close(found, logits.softmax(-1) @ values)
+    torch.testing.assert_close(result, logits.softmax(-1) @ values)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_last_token_takes_the_row_of_the_lowest(dtype, backend):
+def test_drop_lowest_moves_last_token_to_the_dropped_row(dtype, backend):
     # Positions from 20 on are the latest: the lowest score before them is in row 3 of the first
     # head, 0 of the second. The last three rows are free.
     scores = torch.tensor([[[3.0, 1, 2, 0.5, 9, 0.1, 0, 0, 0], [0.2, 5, 0.3, 0.4, 0, 7, 0, 0, 0]]])
@@ -142,7 +142,7 @@ def test_the_last_token_takes_the_row_of_the_lowest(dtype, backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_ranks_are_divided_by_how_many_queries_saw_a_token(backend):
+def test_drop_lowest_divides_scores_by_the_queries_that_saw_a_token(backend):
     scores = torch.tensor([[[4.0, 3.0, 1.0, 0.1]]])
     positions = torch.tensor([[[0, 5, 8, 9]]], dtype=torch.int32)
     torch.testing.assert_close(
@@ -155,7 +155,7 @@ def test_ranks_are_divided_by_how_many_queries_saw_a_token(backend):
 
 
 @pytest.mark.skipif(build.load() is not None, reason="no native code on this machine")
-def test_native_code_and_torch_drop_the_same():
+def test_drop_lowest_native_equals_torch():
     torch.manual_seed(0)
     keys, values, scores = (
         torch.randn(2, 3, 300, 16),
@@ -176,7 +176,7 @@ def test_native_code_and_torch_drop_the_same():
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_drop_lowest_of_unlike_lengths_drops_as_each_sequence_alone(backend):
+def test_drop_lowest_of_different_lengths_equals_each_sequence(backend):
     torch.manual_seed(1)
     keys, values, scores = torch.randn(3, 2, 20, 8), torch.randn(3, 2, 20, 8), torch.rand(3, 2, 20)
     positions = torch.arange(20, dtype=torch.int32).expand(3, 2, -1).contiguous()
@@ -211,7 +211,7 @@ def unlike_tiles(length: int, heads: int = 3, kv_heads: int = 1) -> tuple[Tensor
     return q, k, torch.randn(1, kv_heads, length, 32)
 
 
-def test_sequences_of_a_batch_have_each_their_own_threshold():
+def test_skip_threshold_is_per_sequence():
     q, k, v = unlike_tiles(700)
     ragged = Ragged.packed([0, 300, 700], [0, 300, 700])
     plan = LayerPlan([make("skip_softmax", scale_factor=20.0)] * 3, 1)
@@ -223,13 +223,13 @@ def test_sequences_of_a_batch_have_each_their_own_threshold():
     out = sparse_attention(q, k, v, index, skipped=skipped)
     for s, part in enumerate((slice(0, 300), slice(300, 700))):
         own = torch.zeros(1, 3, dtype=torch.int32)
-        one = [x[:, :, part] for x in (q, k, v)]
-        alone = sparse_attention(*one, plan.build(*one[:2]), skipped=own, backend="reference")
+        qkv = [x[:, :, part] for x in (q, k, v)]
+        alone = sparse_attention(*qkv, plan.build(*qkv[:2]), skipped=own, backend="reference")
         assert torch.equal(own[0], skipped[s]) and int(own.sum()) > 0
         assert torch.allclose(out[:, :, part], alone, atol=1e-5)
 
 
-def test_heads_without_a_bound_and_short_prompts_skip_nothing():
+def test_skip_without_bound_or_in_short_prompt_skips_nothing():
     q, k, v = unlike_tiles(700)
     skips = LayerPlan([make("skip_softmax", scale_factor=30.0)] * 2, 1).build(q[:, :2], k)
     dense = LayerPlan([make("dense")], 1).build(q[:, :1], k)
@@ -246,8 +246,8 @@ def test_heads_without_a_bound_and_short_prompts_skip_nothing():
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_what_is_not_finite_is_never_taken_for_low(backend):
-    """A query that is NaN can do without no tile: its row is computed whole."""
+def test_skip_never_skips_non_finite_scores(backend):
+    """A NaN query skips no tile: its whole row is computed."""
     q, k, v = unlike_tiles(700)
     index = dense_index(1, 3, 700, 700, q.device)
     index = replace(index, skip=torch.full((1, 3), -3.0))

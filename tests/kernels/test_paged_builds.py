@@ -14,7 +14,7 @@ from tests.kernels.kinds import LAYER
 
 
 @pytest.mark.usefixtures("builder")
-def test_sequences_of_unlike_lengths_have_pages_of_their_own():
+def test_paged_build_of_different_lengths_uses_pages_per_sequence():
     torch.manual_seed(0)
     lengths = ((70, 200), (1, 65), (130, 130))
     parts = [torch.randn(1, 2, k_len, 16, dtype=torch.float16) for _, k_len in lengths]
@@ -51,19 +51,19 @@ def test_sequences_of_unlike_lengths_have_pages_of_their_own():
         ({"k": torch.zeros(3, 64, 2, 4)}, "q and k must share batch and head dim"),
     ],
 )
-def test_pages_that_do_not_go_together_are_refused(change, message):
-    given = {
+def test_paged_build_rejects_inconsistent_pages(change, message):
+    arguments = {
         "k": torch.zeros(3, 64, 2, 8),
         "block_table": torch.zeros(1, 2, dtype=torch.int32),
         "k_len": 128,
     } | change
     with pytest.raises(ValueError, match=message):
         LayerPlan([make("vertical_slash", vertical=1, slash=1)] * 4, 2).build(
-            torch.zeros(1, 4, 5, 8), **given
+            torch.zeros(1, 4, 5, 8), **arguments
         )
 
 
-def test_a_page_that_is_none_is_named():
+def test_paged_build_error_names_invalid_page():
     plan = LayerPlan([make("block_sparse", blocks=2)], 1)
     table = torch.tensor([[0, 7]], dtype=torch.int32)
     with pytest.raises((ValueError, IndexError), match="7"):
@@ -94,15 +94,15 @@ def check_entries(index: SparseIndex) -> None:
         assert bool(((entries < most) | (entries == PAD)).all())
 
 
-def same(one: SparseIndex, other: SparseIndex) -> Tensor:
+def same(first: SparseIndex, second: SparseIndex) -> Tensor:
     """(B, H): whether the masks are the same."""
-    return (one.to_mask() == other.to_mask()).all(dim=(2, 3))
+    return (first.to_mask() == second.to_mask()).all(dim=(2, 3))
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 150)])
 @pytest.mark.usefixtures("builder")
-def test_bad_numbers_stay_where_they_are(place, dtype, window):
+def test_non_finite_values_affect_only_their_head(place, dtype, window):
     queries, keys, bad = PLACES[place]
     torch.manual_seed(0)
     heads = len(LAYER)
@@ -123,7 +123,7 @@ def test_bad_numbers_stay_where_they_are(place, dtype, window):
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_sparse"])
 @pytest.mark.parametrize("coverage", [None, 0.5, 1.0])
 @pytest.mark.usefixtures("builder")
-def test_sizes_hold_whatever_the_scores(kind, coverage):
+def test_index_sizes_hold_for_any_scores(kind, coverage):
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 2000, 16), torch.randn(1, 1, 2000, 16)
     q[torch.rand(q.shape) < 0.01], k[torch.rand(k.shape) < 0.01] = NAN, INF

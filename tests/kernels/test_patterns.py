@@ -35,21 +35,21 @@ def kept(entries: Tensor) -> set[int]:
 
 
 def smallest(mass: Sequence[float], share: float | None, size: int, forced: int) -> set[int]:
-    """The forced ones, then the heaviest, until the share is held or the size is reached.
+    """Select forced entries, then the heaviest, until the coverage or the size is reached.
 
-    All of the mass (1.0) is held only by all that have any, however little.
+    A coverage of 1.0 needs every entry with nonzero mass.
     """
     rest = sorted(range(min(forced, len(mass)), len(mass)), key=lambda i: (-mass[i], i))
     order = [*range(min(forced, len(mass))), *rest]
-    chosen = []
+    selected = []
     for place in order[:size]:
         enough = (
-            share is not None and share < 1 and sum(mass[i] for i in chosen) >= share * sum(mass)
+            share is not None and share < 1 and sum(mass[i] for i in selected) >= share * sum(mass)
         )
         if place >= forced and (enough or (share is not None and mass[place] == 0)):
             break
-        chosen.append(place)
-    return set(chosen)
+        selected.append(place)
+    return set(selected)
 
 
 def masses(
@@ -90,10 +90,10 @@ def csr_offsets(distances: set[int], k_len: int) -> set[int]:
 @pytest.mark.parametrize(
     ("vertical", "slash", "last_q"), [(1, 1, 64), (100, 90, 20), (9999, 9999, 20)]
 )
-def test_vertical_slash_takes_the_fewest_that_hold_the_share(
+def test_vertical_slash_selects_fewest_for_coverage(
     q_len, k_len, window, share, vertical, slash, last_q
 ):
-    """What lies beyond the window has no mass; where there is none beside it, the first go."""
+    """Keys outside the window have no mass; if no others remain, the first are selected."""
     q, k = problem(q_len, k_len)
     head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q, coverage=share)
     index = LayerPlan([head] * 4, 2).build(q, k, window=window)
@@ -113,13 +113,13 @@ def tile_masses(q: Tensor, k: Tensor, reach: int) -> dict[int, dict[int, float]]
     The mean query attends to the mean keys up to its own, in tiles within reach."""
     offset = len(k) - len(q)
     keys = torch.stack([part.double().mean(0) for part in k.split(TILE)])
-    found = {}
+    result = {}
     for at in range(offset // TILE, len(keys)):
         mine = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
         first = max(at - reach, 0)
         weights = (keys[first : at + 1] @ q[mine].double().mean(0) * 0.25).softmax(0)
-        found[at] = dict(enumerate(weights.tolist(), start=first))
-    return found
+        result[at] = dict(enumerate(weights.tolist(), start=first))
+    return result
 
 
 @pytest.mark.usefixtures("builder")
@@ -135,7 +135,7 @@ def tile_masses(q: Tensor, k: Tensor, reach: int) -> dict[int, dict[int, float]]
     ],
 )
 @pytest.mark.parametrize("share", [None, 0.5, 1.0])
-def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len, k_len, window, share):
+def test_block_sparse_selects_fewest_for_coverage(q_len, k_len, window, share):
     q, k = problem(q_len, k_len)
     sizes = (1, 4, 5, 99)
     patterns = [make("block_sparse", blocks=n, coverage=share) for n in sizes]
@@ -146,17 +146,17 @@ def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len, k_len, window,
         for h, blocks in enumerate(sizes):
             listed = index.padded_tiles()[b, h]
             for at, tiles in tile_masses(q[b, h], k[b, h // 2], reach).items():
-                # The own tile stands first, then the first of all: both are always in.
+                # The query's tile comes first, then tile 0: both are always selected.
                 order = [at, *(tile for tile in sorted(tiles) if tile != at)]
                 forced = 1 + (0 in tiles)
                 mass = [tiles[tile] for tile in order]
-                chosen = smallest(mass, share, max(blocks, 2), forced)
-                assert kept(listed[at - index.first_row]) == {order[i] for i in chosen} - {at}
+                selected = smallest(mass, share, max(blocks, 2), forced)
+                assert kept(listed[at - index.first_row]) == {order[i] for i in selected} - {at}
 
 
 @pytest.mark.usefixtures("builder")
-def test_all_of_the_mass_is_all_that_has_any():
-    """Keys that weigh 0 in fp32 but for a few in tiles 1, 2 and 4; and but for tile 2."""
+def test_full_coverage_selects_all_nonzero_mass():
+    """All keys have weight 0 in fp32 except a few in tiles 1, 2 and 4, or in tile 2 only."""
     q, k = torch.ones(1, 2, 500, 16), torch.full((1, 1, 500, 16), -100.0)
     k[:, :, [70, 71, 140, 300]] = 0.1
     sizes = {"vertical": 500, "slash": 500, "last_q": 1}
@@ -177,8 +177,8 @@ def test_all_of_the_mass_is_all_that_has_any():
 @pytest.mark.usefixtures("builder")
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_top_k_indices(data):
-    """Native code and torch alike: ties, entries not to be taken, forced ones, shares."""
+def test_top_k_indices_match_definition(data):
+    """Native code and torch agree on ties, masked entries, forced entries and coverage."""
     n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
     # Sixteenths add up exactly, in whatever order.
     score = st.one_of(st.integers(0, 40).map(lambda n: n / 16), st.just(float("-inf")))
@@ -187,23 +187,23 @@ def test_top_k_indices(data):
     coverage = data.draw(
         st.lists(st.one_of(st.none(), st.sampled_from([0.25, 0.5, 1.0])), min_size=3, max_size=3)
     )
-    # Two sequences, of which each may have an end and a count of its own.
+    # Two sequences, each with an optional end and count.
     ends, counts = (
         data.draw(st.one_of(st.none(), st.lists(st.integers(0, 45), min_size=2, max_size=2)))
         for _ in range(2)
     )
-    each = {
+    per_sequence = {
         name: torch.tensor(x, dtype=torch.int32)
         for name, x in (("ends", ends), ("counts", counts))
         if x
     }
     scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, 1, n)
     before = scores.clone()
-    found = top_k_indices(scores, sizes, coverage, forced=forced, **each)
+    result = top_k_indices(scores, sizes, coverage, forced=forced, **per_sequence)
     assert (
         torch.equal(scores, before)
-        and found.dtype == torch.int32
-        and found.shape[-1] == min(n, max(sizes))
+        and result.dtype == torch.int32
+        and result.shape[-1] == min(n, max(sizes))
     )
     for sequence in range(2):
         for head in range(3):
@@ -217,14 +217,14 @@ def test_top_k_indices(data):
             expected = smallest(
                 [mass[i] for i in there], coverage[head], size, sum(i < forced for i in there)
             )
-            assert found[sequence, head, 0].tolist()[: len(expected)] == sorted(
+            assert result[sequence, head, 0].tolist()[: len(expected)] == sorted(
                 there[i] for i in expected
             )
-            assert set(found[sequence, head, 0].tolist()[len(expected) :]) <= {PAD}
+            assert set(result[sequence, head, 0].tolist()[len(expected) :]) <= {PAD}
 
 
 @pytest.mark.usefixtures("builder")
-def test_negative_scores_and_not_a_number():
+def test_top_k_indices_with_negative_and_nan_scores():
     scores = torch.tensor([[[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]]])
     assert top_k_indices(scores, [4], [None], forced=0).tolist() == [[[2, 3, 4, 5]]]
     scores = torch.tensor([[[float("nan"), 1.0, 2.0, 3.0]]])
@@ -235,24 +235,24 @@ def test_negative_scores_and_not_a_number():
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (100, 300)])
-def test_estimate_of_any_heads(q_len, k_len, window):
-    """Heads in any order, of unlike last_q, on some of the KV heads; keys of every layout."""
+def test_estimate_of_any_heads_matches_definition(q_len, k_len, window):
+    """Heads in any order, with different last_q, on some KV heads, with keys in every layout."""
     torch.manual_seed(k_len)
     q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
     k = torch.randn(2, k_len, 3, 24).transpose(1, 2)
     heads, last_q = [5, 0, 4, 1], [10, 64, 10, 3]
-    found = estimate(q, k, heads, last_q, scale=0.2, window=window)
+    result = estimate(q, k, heads, last_q, scale=0.2, window=window)
     for at, (head, asked) in enumerate(zip(heads, last_q, strict=True)):
-        one = slice(head // 2, head // 2 + 1)
-        expected = masses(q[:, head : head + 1], k[:, one], asked, window, scale=0.2)
-        for one_mass, right in zip((found.vertical, found.slash()), expected, strict=True):
+        kv_slice = slice(head // 2, head // 2 + 1)
+        expected = masses(q[:, head : head + 1], k[:, kv_slice], asked, window, scale=0.2)
+        for one_mass, right in zip((result.vertical, result.slash()), expected, strict=True):
             torch.testing.assert_close(one_mass[:, at].double(), right[:, 0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("bytes_of_scratch", [1, 1 << 12])
-def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monkeypatch):
-    """Heads of one size are built together, some at a time, and put back in their places."""
+def test_build_of_head_is_independent_of_other_heads_and_memory(bytes_of_scratch, monkeypatch):
+    """Heads of equal size are built in batches and returned in their original order."""
     patterns = [
         make("vertical_slash", vertical=90, slash=100),
         make("block_sparse", blocks=4, coverage=0.8),
@@ -275,8 +275,8 @@ def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monk
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_and_strides_are_read_right(dtype):
-    """Keys far beyond rounding: 16 bits and a transposed view choose the same."""
+def test_build_with_half_precision_and_strides_is_correct(dtype):
+    """Keys differ by more than rounding: 16 bits and a transposed view select the same."""
     torch.manual_seed(0)
     q = torch.randn(1, 2, 300, 16).abs()
     k = torch.randn(1, 1, 300, 16) * 0.01
@@ -291,7 +291,7 @@ def test_half_precision_and_strides_are_read_right(dtype):
     assert torch.equal(rounded.to_mask(), exact.to_mask())
 
 
-def test_a_prepared_builder_gives_what_a_fresh_one_gives():
+def test_prepared_builder_equals_fresh_builder():
     q, k = problem(300, 450)
     inputs = Inputs([1, 3], q, k, 0.25)
     for kind, entry in KINDS_DRAWN.items():
@@ -302,8 +302,8 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives():
 
 
 @pytest.mark.usefixtures("builder")
-def test_of_equals_the_first_are_taken():
-    """Rows of tiles that score alike; columns and diagonals that weigh the same."""
+def test_build_with_ties_selects_the_first():
+    """Tiles of equal score, and columns and diagonals of equal weight."""
     q, k = torch.zeros(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
     plan = LayerPlan(
         [make("vertical_slash", vertical=100, slash=100, last_q=1), make("block_sparse", blocks=3)],
@@ -316,8 +316,8 @@ def test_of_equals_the_first_are_taken():
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])
-def test_a_build_reads_no_data_back(q_len, k_len):
-    """Tensors without data, which nobody can wait for, give an index of the same shapes."""
+def test_build_reads_no_data_back(q_len, k_len):
+    """Meta tensors, which hold no data to read, produce an index of the same shapes."""
     plan = LayerPlan(LAYER, 2)
     q, k = problem(q_len, k_len, heads=len(LAYER))
     index, unread = plan.build(q, k), plan.build(q.to("meta"), k.to("meta"))
@@ -333,7 +333,7 @@ def test_a_build_reads_no_data_back(q_len, k_len):
         ("a_shape", {"sink": 1024, "window": 4096}),
     ],
 )
-def test_an_index_of_a_million_tokens_is_small(kind, sizes):
+def test_index_of_a_million_tokens_is_small(kind, sizes):
     length = 1 << 20
     q, k = (
         torch.empty(1, heads, length, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8)
@@ -357,7 +357,7 @@ def test_an_index_of_a_million_tokens_is_small(kind, sizes):
         ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": True}, "at most 1, got True"),
     ],
 )
-def test_make_names_what_is_wrong(kind, sizes, message):
+def test_make_error_names_the_fault(kind, sizes, message):
     with pytest.raises(ValueError, match=message):
         make(kind, **sizes)
 
@@ -375,8 +375,8 @@ def test_make_names_what_is_wrong(kind, sizes, message):
         ({"q": (2, 4, 5, 8)}, "q and k must share batch and head dim"),
     ],
 )
-def test_plan_names_what_does_not_fit(change, message):
-    given = {"heads": 4, "kv_heads": 2, "q": (1, 4, 5, 8)} | change
+def test_plan_error_names_the_mismatch(change, message):
+    arguments = {"heads": 4, "kv_heads": 2, "q": (1, 4, 5, 8)} | change
     with pytest.raises(ValueError, match=message):
-        plan = LayerPlan([make("dense")] * given["heads"], given["kv_heads"])
-        plan.build(torch.zeros(given["q"]), torch.zeros(1, 2, 5, 8))
+        plan = LayerPlan([make("dense")] * arguments["heads"], arguments["kv_heads"])
+        plan.build(torch.zeros(arguments["q"]), torch.zeros(1, 2, 5, 8))

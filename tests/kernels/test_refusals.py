@@ -80,7 +80,7 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize(("change", "message"), ATTENTION)
-def test_attention_names_what_is_wrong(change, message):
+def test_attention_error_names_the_fault(change, message):
     q, k, v, index = inputs()
     with pytest.raises(ValueError, match=message):
         sparse_attention(**({"q": q, "k": k, "v": v, "index": index} | change))
@@ -94,7 +94,7 @@ def test_attention_names_what_is_wrong(change, message):
         (Ragged.left_padded([100, 200], 200, 200), "in rows 0 to 200 of batch element 1"),
     ],
 )
-def test_sequences_must_lie_in_the_tensors(ragged, message):
+def test_ragged_sequences_outside_the_tensors_are_rejected(ragged, message):
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match=message):
         LayerPlan([make("dense")] * 2, 1).build(q, k, ragged=ragged)
@@ -124,12 +124,12 @@ def test_sequences_must_lie_in_the_tensors(ragged, message):
         ),
     ],
 )
-def test_a_ragged_batch_names_what_is_wrong(fields, message):
+def test_ragged_batch_error_names_the_fault(fields, message):
     with pytest.raises(ValueError, match=message):
         Ragged(**{"rows": (0,), "q_starts": (0,), "k_starts": (0,)} | fields)
 
 
-def test_a_page_that_is_not_there_is_refused():
+def test_missing_page_is_rejected():
     q, k, v, index = inputs(length=100)
     caches = [x.transpose(1, 2).reshape(2, 50, 1, 64) for x in (k, v)]
     for page in (2, -1):
@@ -175,7 +175,7 @@ DECODE = [
         {"block_table": ONES[:, None], **PAGES, "k": torch.ones(2, 8, 2, 32)[..., ::2]},
         "the last dimension of a paged cache must be contiguous",
     ),
-    # Only the processor looks at values: a GPU would make the host wait.
+    # Only the CPU checks values: on a GPU the check would make the host wait.
     ({"starts": ONES * -1}, "starts must not be negative, got -1 for sequence 0"),
     ({"ends": ONES * 41}, "ends must be at most the key length 40, got 41 for sequence 0"),
     ({"tokens": int32(30, 7).expand(2, 2)}, "tokens must ascend below 40, got 7 after 30"),
@@ -184,14 +184,14 @@ DECODE = [
 
 
 @pytest.mark.parametrize(("change", "message"), DECODE)
-def test_decode_names_what_is_wrong(change, message):
+def test_decode_error_names_the_fault(change, message):
     assert MAX_QUERIES == 16
     with pytest.raises(ValueError, match=message):
         decode_attention(**decode_inputs(**change))
 
 
 @pytest.mark.parametrize("op", [sparse_attention, decode_attention, dense_attention])
-def test_inputs_that_are_no_dense_tensors(op):
+def test_inputs_that_are_not_dense_tensors_are_rejected(op):
     q, k, v, index = inputs(length=10)
     rest = {"index": index} if op is sparse_attention else {}
     with pytest.raises(ValueError, match="k must be a tensor, got NoneType"):
@@ -203,7 +203,7 @@ def test_inputs_that_are_no_dense_tensors(op):
             op(q, k, v, sinks=sinks, **rest)
 
 
-def test_dense_attention_names_what_is_wrong():
+def test_dense_attention_error_names_the_fault():
     q, k, v, _ = inputs(length=40)
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"a block table needs the lengths .*: pass a Ragged"):
@@ -225,7 +225,7 @@ def test_dense_attention_names_what_is_wrong():
         ({"queries": [1, 2, 3]}, "queries must be 1 numbers, one for each sequence, got 3"),
     ],
 )
-def test_dropping_names_what_is_wrong(change, message):
+def test_drop_lowest_error_names_the_fault(change, message):
     held = {
         "keys": torch.zeros(1, 2, 9, 8),
         "values": torch.zeros(1, 2, 9, 4),
@@ -261,8 +261,8 @@ def refusals() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     yield from ((attention_gradients, gradients.GOOD | change) for change, _ in gradients.REFUSALS)
 
 
-def test_every_check_of_a_call_is_met_by_a_case():
-    """No sentence is there for nothing: each statement that raises is one that raises here."""
+def test_every_raise_statement_has_a_case():
+    """Each statement that raises is executed by a case of this file."""
     met = set()
     for op, arguments in refusals():
         with pytest.raises(ValueError) as error:
@@ -277,9 +277,9 @@ def test_every_check_of_a_call_is_met_by_a_case():
     assert raises and raises <= met, sorted(raises - met)
 
 
-def test_a_sentence_is_written_once():
-    """Of all that kernels refuse: what several calls check is one function."""
-    found: dict[str, str] = {}
+def test_error_messages_are_unique():
+    """A check that several calls share is one function."""
+    messages: dict[str, str] = {}
     for path in sorted(KERNELS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError":
@@ -287,9 +287,9 @@ def test_a_sentence_is_written_once():
                 where = f"{path.name}, line {node.lineno}"
                 # A reason that is handed on is no sentence.
                 if sentence != "{}":
-                    assert sentence not in found, (where, found[sentence])
-                    found[sentence] = where
-    assert len(found) > 50
+                    assert sentence not in messages, (where, messages[sentence])
+                    messages[sentence] = where
+    assert len(messages) > 50
 
 
 def words(message: ast.expr) -> Iterator[str]:

@@ -26,8 +26,8 @@ def nothing_known(monkeypatch):
     monkeypatch.setattr(registry, "log_once", cache(registry.log_once.__wrapped__))
 
 
-def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
-    """A CPU in place of a GPU: its fastest backend fails as a Triton build does."""
+def test_failed_build_is_tried_once(monkeypatch, caplog):
+    """Use a CPU in place of a GPU: its fastest backend fails like a Triton build."""
     tried = []
 
     def fails(call):
@@ -47,8 +47,8 @@ def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
     assert caplog.messages == [f"backend 'cpu' not used: {reason}"]
     assert registry.why_not("decode", Operands(x, x, x))["cpu"] == reason
     assert registry._failed == {("decode", "here"): reason}
-    for known in (True, False):
-        if not known:
+    for is_recorded in (True, False):
+        if not is_recorded:
             registry._failed.clear()
         with pytest.raises(ValueError, match=f"backend 'cpu' cannot serve this call: {reason}"):
             decode_attention(x, x, x, backend="cpu")
@@ -58,7 +58,7 @@ def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError(), RuntimeError("Triton Error [CUDA]: illegal memory access")]
 )
-def test_what_a_device_reports_is_no_build_that_failed(error):
+def test_device_error_is_not_a_build_failure(error):
     with pytest.raises(type(error)) as raised, build_guard("here"):
         raise error
     assert not isinstance(raised.value, CannotBuildError) and build_failure("here") is None
@@ -66,8 +66,8 @@ def test_what_a_device_reports_is_no_build_that_failed(error):
 
 @pytest.fixture
 def builds():
-    """builds(fails) -> attention kernels that were tried: Triton serves on the CPU, its launches do
-    nothing, and fail to build where `fails` says so of what is compiled in."""
+    """builds(fails) -> attempted attention kernels. Triton runs on the CPU and launches do nothing;
+    a build fails if `fails` returns True for its constants."""
     with recorded(), pytest.MonkeyPatch.context() as patch:
 
         def builds(fails):
@@ -92,7 +92,7 @@ def attend(**how: Any) -> torch.Tensor:
     )
 
 
-def test_a_variant_that_fails_takes_no_other_with_it(builds):
+def test_failed_variant_leaves_other_variants_usable(builds):
     tried = builds(lambda constants: "H" in constants and constants["H"].window)
     for _ in range(2):
         # Another backend serves these, each time; and Triton the others, which nobody computes
@@ -108,7 +108,7 @@ def test_a_variant_that_fails_takes_no_other_with_it(builds):
         attend(window=5, backend="triton")
 
 
-def test_decode_that_fails_with_scores_serves_without(builds):
+def test_decode_failing_with_scores_still_runs_without_scores(builds):
     builds(lambda constants: bool(constants.get("KEEP")))
     x = torch.randn(1, 2, 70, 16)
     found, expected = (
@@ -118,19 +118,19 @@ def test_decode_that_fails_with_scores_serves_without(builds):
     assert decode_triton.supports(Operands(x, x, x)) is None
 
 
-def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(builds):
+def test_prompt_sums_that_do_not_build_use_another_backend(builds):
     builds(lambda constants: "QUERIES" in constants)
     x = torch.randn(1, 2, 30, 16)
     for _ in range(2):
-        found = decode_attention(x, x, x, scores="sum")
+        result = decode_attention(x, x, x, scores="sum")
         expected = decode_attention(x, x, x, scores="sum", backend="cpu")
-        torch.testing.assert_close(found.scores, expected.scores)
+        torch.testing.assert_close(result.scores, expected.scores)
     assert "failed to build" in str(decode_triton.supports(Operands(x, x, x)))
     with pytest.raises(ValueError, match="'triton' cannot serve this call: its kernel failed"):
         decode_attention(x, x, x, scores="sum", backend="triton")
 
 
-def test_where_the_least_fails_nothing_is_tried_again(builds):
+def test_failed_minimal_variant_is_not_retried(builds):
     tried = builds(lambda constants: "H" in constants)
     for window in (None, 5):
         torch.testing.assert_close(

@@ -24,11 +24,11 @@ from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 
 
-def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton(monkeypatch):
+def test_cpu_tensors_are_declined_without_importing_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     x = torch.ones(1, 1, 4, 8)
     for name in ("attention.triton_launch", "attention.triton", "decode.triton"):
-        # As at the first import: what it imports of triton raises.
+        # As at the first import: importing triton raises.
         spec = importlib.util.find_spec(f"kernels.{name}")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -53,7 +53,7 @@ X = torch.ones(1, 1, 4, 64)
         ),
     ],
 )
-def test_reasons_to_decline_a_gpu_tensor(q, k, reason, monkeypatch):
+def test_declined_gpu_tensor_names_the_reason(q, k, reason, monkeypatch):
     monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
     for backend in (triton, decode):
         assert backend.supports(Operands(q, k, q)) == reason
@@ -62,7 +62,7 @@ def test_reasons_to_decline_a_gpu_tensor(q, k, reason, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "reads"), [("sm_80", False), ("sm_89", True), ("sm_100", True), ("hip", False)]
 )
-def test_gpus_that_cannot_read_eight_bits_are_declined(target, reads, monkeypatch):
+def test_gpu_without_eight_bit_support_is_declined(target, reads, monkeypatch):
     monkeypatch.setattr(triton_launch, "architecture", lambda _: target)
     x = torch.ones(1, 1, 4, 64)
     reason = None if reads else f"float8_e4m3fn needs compute capability 8.9, this GPU is {target}"
@@ -83,7 +83,7 @@ def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [1, 17, 64, 65, 80, 130, 192, 256])
-def test_head_dims_split_into_two_powers_of_two(dim):
+def test_head_dim_splits_into_two_powers_of_two(dim):
     for widest in (128, 256):
         first, second = split(dim, widest)
         assert first + second >= dim and first <= widest and (second == 0 or first < dim)
@@ -91,30 +91,30 @@ def test_head_dims_split_into_two_powers_of_two(dim):
     assert split(80) == (64, 16) and split(96) == (64, 32) and split(256, 128) == (128, 128)
 
 
-def test_no_second_part_of_values_is_narrow():
-    """On an H100 second parts of 16 and 32 columns came out wrong (Triton 3.6)."""
+def test_second_part_of_values_is_never_narrow():
+    """On an H100, second parts of 16 and 32 columns are incorrect (Triton 3.6)."""
     assert split_values(80) == (128, 0) and split_values(48) == (64, 0)
     assert split_values(192) == (128, 64) and split_values(300) == (256, 64)
 
 
-def test_float32_does_not_go_to_hopper_s_matrix_units():
-    """On an H100 tf32 came out wrong in some shapes and read beyond shared memory (Triton 3.6)."""
+def test_float32_avoids_hopper_tensor_cores():
+    """On an H100, tf32 is incorrect in some shapes and reads past shared memory (Triton 3.6)."""
     assert triton_launch.precision_of_float32("sm_90", 64) == "ieee"
     assert triton_launch.precision_of_float32("sm_80", 64) == "tf32x3"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "hip"])
-def test_every_target_has_a_build(target):
+def test_every_target_has_a_configuration(target):
     for dim, itemsize in itertools.product((8, 64, 80, 96, 128, 192, 256), (2, 4)):
         assert select_config(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
         assert 128 % select_config(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
         assert serves(target, dim=dim, itemsize=itemsize)
-    # Tensor memory of 512 columns holds no output of more than 256 of them beside logits.
+    # 512 columns of tensor memory do not fit logits and an output of more than 256 columns.
     assert serves(target, dim=512, itemsize=2) == (target != "sm_100")
 
 
-def test_what_a_build_works_out_is_part_of_its_name(monkeypatch):
-    """Triton's cache on disk knows builds by name, those of other releases among them."""
+def test_build_name_contains_derived_constants(monkeypatch):
+    """Triton's disk cache finds builds by name, including those of other releases."""
     x = torch.ones(1, 1, 4, 8)
     call = AttentionCall(x, x, x, dense_index(1, 1, 4, 4, x.device))
     how = triton.prepare(call)[1].constants["H"]
@@ -123,7 +123,7 @@ def test_what_a_build_works_out_is_part_of_its_name(monkeypatch):
     assert repr(how) != name
 
 
-def test_only_rows_of_nobody_are_cleared_beforehand():
+def test_only_unassigned_rows_are_cleared():
     ragged = Ragged(rows=(1, 1), q_starts=(2, 6), q_lens=(3, 2), k_starts=(0, 3), k_lens=(3, 2))
     q, out = torch.ones(2, 1, 9, 4), torch.ones(2, 1, 9, 4)
     filled, lse = triton._results(q, 4, ragged, out)
@@ -135,7 +135,7 @@ def test_only_rows_of_nobody_are_cleared_beforehand():
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_only_another_stream_waits_and_holds_the_memory(capturing, monkeypatch):
+def test_only_another_stream_waits_and_retains_memory(capturing, monkeypatch):
     tensor, copying, other, event = (mock.Mock() for _ in range(4))
     copy = DeviceConstant(tensor, copying, event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -147,7 +147,7 @@ def test_only_another_stream_waits_and_holds_the_memory(capturing, monkeypatch):
     assert tensor.mock_calls == [mock.call.record_stream(other)] * 2 * (not capturing)
 
 
-def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(monkeypatch):
+def test_graph_copies_persist_and_are_private_to_the_graph(monkeypatch):
     monkeypatch.setattr(copies, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     device = torch.device("cuda", 0)
@@ -163,25 +163,25 @@ def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(monkeyp
     assert copies._captured == [pinned]
 
 
-def test_what_was_not_asked_for_longest_goes_first():
-    made = []
+def test_cache_evicts_least_recently_used():
+    builds = []
 
     def make_one(name):
-        made.append(name)
+        builds.append(name)
         return name
 
     keep = SizedCache(make_one, len, room=6)
     for name in ("a", "bb", "ccc", "a", "dd", "a", "ccc", "bb"):
         assert keep(name) == name
     # dd takes the place of bb, which is made again.
-    assert made == ["a", "bb", "ccc", "dd", "bb"]
+    assert builds == ["a", "bb", "ccc", "dd", "bb"]
     # More than there is room for stays alone, until something else comes.
     for name in ("eeeeeeee", "eeeeeeee", "a", "a"):
         keep(name)
-    assert made[5:] == ["eeeeeeee", "a"]
+    assert builds[5:] == ["eeeeeeee", "a"]
 
 
-def test_threads_that_make_the_same_thing_count_it_once():
+def test_cache_counts_concurrent_builds_once():
     both = threading.Barrier(2)
 
     def make_one(name):

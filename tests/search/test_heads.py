@@ -37,14 +37,12 @@ from tests.sampling import sampled
 from tests.search.conftest import PAPER
 from tests.tiny_text_model import save_tokenizer
 
-# Architectures: one without a trait of its own, and one for each of a fused projection, a softcap,
-# layers that slide, sinks, another layout of modules, and experts. The runtime's matrix has all.
+# Architectures: a plain one, and one for each of a fused projection, a softcap, sliding layers,
+# sinks, another layout of modules, and experts. The runtime's matrix has all.
 TRAITS = ("Llama", "Phi3", "Gemma2", "Gemma3", "GptOss", "GPTNeoX", "Qwen3Moe", "Exaone4", "Llama4")
 
 
-def test_writes_a_pair_and_the_picture_and_scores_are_what_the_artifact_has_on_the_prompt(
-    tiny_model, tmp_path
-):
+def test_heads_writes_pair_and_picture_and_scores_match_the_artifact(tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
     run(PaperSearch(model=str(tiny_model), out=out, dense_tail=64, **PAPER))
     artifact, arrays = artifacts.load_pair(out)
@@ -58,7 +56,7 @@ def test_writes_a_pair_and_the_picture_and_scores_are_what_the_artifact_has_on_t
         np.testing.assert_allclose(arrays[f"chosen.{name}"], getattr(measured, name), atol=1e-5)
 
 
-def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head):
+def test_heads_selects_smallest_error_within_budget(by_head):
     artifact, arrays = artifacts.load_pair(by_head)
     errors = [
         values
@@ -77,7 +75,7 @@ def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head):
 
 
 @pytest.mark.slow
-def test_killed_in_mid_search_goes_on_and_finds_the_same(by_head, tiny_model, tmp_path, capsys):
+def test_heads_killed_search_resumes_with_the_same_result(by_head, tiny_model, tmp_path, capsys):
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
     options = "--preset paper --length 1000 --budget 0.6 --dtype float32 --task passkey"
@@ -100,7 +98,7 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(by_head, tiny_model, tm
 
 @pytest.mark.parametrize("family", sampled(FAMILIES, *TRAITS))
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_found_for_an_architecture_serves_it(family, tmp_path):
+def test_heads_result_runs_on_each_architecture(family, tmp_path):
     model = tiny_of_family(family, vocab_size=260)
     out = tmp_path / "cfg.yaml"
     model.save_pretrained(tmp_path / "model")
@@ -112,16 +110,16 @@ def test_what_is_found_for_an_architecture_serves_it(family, tmp_path):
     )
     modules = attention_layers(model)
     rows = artifacts.load(out).prefill.layers
-    found = {layer for layer, row in enumerate(rows) if row is not None}
-    assert found == set(full_layers(modules))
+    searched = {layer for layer, row in enumerate(rows) if row is not None}
+    assert searched == set(full_layers(modules))
     with torch.no_grad(), load(out).apply(model, strict=True) as handle:
         model(torch.randint(3, 250, (1, 512)))
-        assert handle.stats()["sparse"] == len(found)
+        assert handle.stats()["sparse"] == len(searched)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_search_where_layers_share_keys_and_values_serves_all_of_them(tmp_path):
-    """Also Gemma 4's layers whose queries transformers cuts to those whose logits are asked for."""
+def test_search_with_shared_kv_layers_covers_all_of_them(tmp_path):
+    """Also Gemma 4's layers, whose queries transformers cuts to those with requested logits."""
     model = tiny_of_family(
         "Gemma4", vocab_size=260, vocab_size_per_layer_input=260, **GEMMA4_SHARED
     )
@@ -152,16 +150,16 @@ def test_search_where_layers_share_keys_and_values_serves_all_of_them(tmp_path):
             main(words)
 
 
-def test_kernels_that_do_not_compile_are_told_in_one_line(tiny_model, monkeypatch, capfd):
+def test_search_with_failing_kernel_build_reports_one_line(tiny_model, monkeypatch, capfd):
     loaded = load_model(str(tiny_model), dtype="float32")
     model = fingerprint(loaded.model, name=loaded.name)
     monkeypatch.setenv("CXX", "false")
     # Not what this process has loaded before.
     monkeypatch.setattr(build, "load", build._load)
     assert serving_backend("auto", model, "float32", "cpu") == "reference"
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("only the reference backend serves here")
-    assert "false" in said
+    output = capfd.readouterr().err
+    assert output.count("\n") == 1 and output.startswith("only the reference backend serves here")
+    assert "false" in output
     assert serving_backend("auto", model, "float32", "cpu", quiet=True) == "reference"
     assert serving_backend("reference", model, "float32", "cpu") == "reference"
     assert capfd.readouterr().err == ""
@@ -175,7 +173,7 @@ def test_kernels_that_do_not_compile_are_told_in_one_line(tiny_model, monkeypatc
     assert capfd.readouterr().err == ""
 
 
-def test_serving_backend_asks_each_backend_once_and_raises_what_is_no_build_failure(
+def test_serving_backend_checks_each_backend_once_and_raises_other_errors(
     tiny_model, monkeypatch, capfd
 ):
     loaded = load_model(str(tiny_model), dtype="float32")
@@ -185,7 +183,7 @@ def test_serving_backend_asks_each_backend_once_and_raises_what_is_no_build_fail
         raise error
 
     monkeypatch.setattr(cpu, "run", failing)
-    # A build that fails for this call alone: `supports` goes on to say that the kernel serves.
+    # A build that fails for this call alone: `supports` still accepts the kernel.
     error: Exception = CannotBuildError("its kernel failed to build: no registers")
     assert serving_backend("auto", model, "float32", "cpu") == "reference"
     assert "its kernel failed to build: no registers" in capfd.readouterr().err
@@ -202,7 +200,7 @@ def loaded(tiny_model):
     return load_model(str(tiny_model), dtype="float32")
 
 
-def test_demo_searches_applies_and_ends_with_key_and_picture(tiny_model, loaded, tmp_path, capsys):
+def test_demo_searches_applies_and_prints_key_and_picture(tiny_model, loaded, tmp_path, capsys):
     # A random model has no head that can do without much.
     limits = Limits(max_kl=100, max_perplexity=100, max_nll=100, max_lost=1)
     out = tmp_path / "demo" / "cfg.yaml"
@@ -219,26 +217,26 @@ def test_demo_searches_applies_and_ends_with_key_and_picture(tiny_model, loaded,
     )
     assert demo.demonstrate(config, loaded)
     artifact = artifacts.load(out)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert artifact.search is not None and artifact.search.allocation == "model"
     assert artifact.evidence.reported_on.name == "held-out"
     assert artifact.evidence.measurements, "the search is by the seconds of this machine"
-    assert said.startswith("$ the command\n") and f"wrote {out}" in said
-    *_, key, picture = said.splitlines()
+    assert output.startswith("$ the command\n") and f"wrote {out}" in output
+    *_, key, picture = output.splitlines()
     assert re.match(rf"pass key \d+ hidden in {LENGTH} tokens: not found by dense attention", key)
     assert "not found by Headwise, which answers '" in key
     assert picture == f"picture of the patterns: {out.with_suffix('.png')}"
     assert out.with_suffix(".png").is_file()
 
 
-def test_demo_reports_a_key_that_both_find(loaded, by_head, monkeypatch):
+def test_demo_reports_key_found_by_both(loaded, by_head, monkeypatch):
     monkeypatch.setattr(demo, "answer", lambda model, tokenizer, prompt: prompt.answer)
     line = demo._pass_key(loaded, by_head, LENGTH)
     says = rf"pass key (\d+) hidden in {LENGTH} tokens: found by both, dense attention and Headwise"
     assert re.fullmatch(says, line), line
 
 
-def test_demo_reports_seconds_of_the_search():
+def test_demo_reports_search_seconds():
     rounds = {KERNEL: [2.0, 2.2, 2.4], HEADWISE: [1.0, 1.0, 1.0]}
     assert demo._first_token(rounds, 4096) == (
         "first token of a prompt of 4,096 tokens: 2.20 s dense (dense by Headwise's kernel), 1.00 "
@@ -246,7 +244,7 @@ def test_demo_reports_seconds_of_the_search():
     )
 
 
-def test_demo_estimates_a_search_by_prefills_of_shorter_prompts(loaded, monkeypatch):
+def test_demo_estimates_search_time_from_shorter_prefills(loaded, monkeypatch):
     def clock(runs, **_):
         for prefill in runs.values():
             prefill()
@@ -275,7 +273,7 @@ def test_demo_estimates_a_search_by_prefills_of_shorter_prompts(loaded, monkeypa
         ("--length 1024", 1200, 8192, 1024, None, ""),
     ],
 )
-def test_demo_takes_the_length_that_is_a_matter_of_minutes(
+def test_demo_selects_length_that_takes_minutes(
     words, seconds, positions, length, budget, says, loaded, tmp_path, monkeypatch, capsys
 ):
     ran: list[ModelSearch] = []
@@ -286,10 +284,10 @@ def test_demo_takes_the_length_that_is_a_matter_of_minutes(
     )
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", positions)
     assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 0
-    # What is not proven faster is a finding.
+    # A search that is not proven faster is a finding.
     assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 3
     model = "other" if "other" in words else "smollm2"
-    asked = "" if budget is None else f" --budget {budget}"
+    budget_option = "" if budget is None else f" --budget {budget}"
     out = tmp_path / "cfg.yaml"
     config = ModelSearch(
         model=model,
@@ -298,8 +296,8 @@ def test_demo_takes_the_length_that_is_a_matter_of_minutes(
         budget=budget,
         device="cpu",
         dtype=default_dtype("cpu"),
-        command=f"headwise search --model {model} --length {length}{asked} --out {out}",
+        command=f"headwise search --model {model} --length {length}{budget_option} --out {out}",
     )
     assert ran == [config, config]
-    said = capsys.readouterr().out
-    assert says in said and bool(said) == bool(says)
+    output = capsys.readouterr().out
+    assert says in output and bool(output) == bool(says)

@@ -13,7 +13,7 @@ from search.paper import SPACE, bounds, change_space, choose, moved, sizes, targ
 from search.paper_config import PAPER_BUDGET, PAPER_LENGTH
 
 
-def test_the_space_is_the_papers():
+def test_paper_space_matches_the_paper():
     assert [(start.kind, sizes(start), sizes(moved(start, 1))) for start in SPACE] == [
         ("a_shape", {"sink": 1024, "window": 4096}, {"sink": 1036, "window": 4146}),
         ("vertical_slash", {"vertical": 30, "slash": 2048}, {"vertical": 31, "slash": 2098}),
@@ -24,8 +24,8 @@ def test_the_space_is_the_papers():
     ]
 
 
-def test_the_papers_a_shape_needs_no_change():
-    """Algorithm 1 starts from the pattern that defines the target, and keeps it."""
+def test_paper_a_shape_is_unchanged():
+    """Algorithm 1 starts from the pattern that defines the target and returns it unchanged."""
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
     build = KINDS["a_shape"].prepare([SPACE[0]] * 2, Inputs(range(2), q, q, 1.0))
     target = target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0)
@@ -45,7 +45,7 @@ def test_the_papers_a_shape_needs_no_change():
         ("0.001", "impossible at 4096 tokens"),
     ],
 )
-def test_bad_budgets_say_what_would_be_right(budget, says):
+def test_invalid_budget_error_names_allowed_values(budget, says):
     with pytest.raises(HeadwiseError, match=says) as caught:
         target_tiles(budget, 4096, 64)
     assert "\n" not in str(caught.value) and budget in str(caught.value)
@@ -53,13 +53,13 @@ def test_bad_budgets_say_what_would_be_right(budget, says):
 
 @pytest.mark.parametrize(("fraction", "dense_tail"), [(0.5, 0), (0.7, 100), (1.0, 0)])
 @pytest.mark.parametrize("start", SPACE, ids=str)
-def test_change_space_takes_the_largest_size_within_the_target(start, dense_tail, fraction):
+def test_change_space_selects_largest_size_within_target(start, dense_tail, fraction):
     torch.manual_seed(0)
     q = torch.randn(1, 4, 1000, 16) * 2
     k = torch.randn(1, 2, 1000, 16)
     target = target_tiles(str(fraction), 1000, dense_tail)
-    least, most = bounds(start, 1000)
-    widest = largest([moved(start, most), start])
+    lower, upper = bounds(start, 1000)
+    widest = largest([moved(start, upper), start])
     prepared = KINDS[start.kind].prepare([widest] * 4, Inputs(range(4), q, k, 0.25))
 
     def tiles(steps: list[int]) -> torch.Tensor:
@@ -68,13 +68,13 @@ def test_change_space_takes_the_largest_size_within_the_target(start, dense_tail
         ).computed_tiles()[0]
 
     steps = change_space(start, target, prepared, num_heads=4, length=1000, dense_tail=dense_tail)
-    more = tiles([min(n + 1, most) for n in steps])
+    more = tiles([min(n + 1, upper) for n in steps])
     for n, computed, next_computed in zip(steps, tiles(steps), more, strict=True):
-        assert computed <= target or n == least
-        assert next_computed > target or n == most
+        assert computed <= target or n == lower
+        assert next_computed > target or n == upper
 
 
-def test_the_least_error_within_the_budget_wins_and_a_tie_goes_to_the_cheaper():
+def test_selection_prefers_smallest_error_then_lowest_cost():
     scores = {
         "error": np.array([[0.3, 0.2, 0.4], [0.2, 0.2, 0.2], [0.5, 0.0, 0.0]]),
         "density": np.array([[0.2, 0.2, 0.2], [0.3, 0.1, 0.2], [0.2, 0.9, 0.9]]),
@@ -86,12 +86,12 @@ def test_the_least_error_within_the_budget_wins_and_a_tie_goes_to_the_cheaper():
         choose(scores, 4)
 
 
-def test_sizes_shrink_to_one_and_grow_to_the_length():
+def test_sizes_shrink_to_one_and_grow_to_length():
     for start in SPACE:
-        least, most = bounds(start, PAPER_LENGTH)
+        lower, upper = bounds(start, PAPER_LENGTH)
         step = 1 if start.kind == "block_sparse" else 50
-        assert max(sizes(moved(start, least)).values()) == max(sizes(start).values()) + least * step
-        assert max(sizes(moved(start, least - 1)).values()) == 1
-        assert max(sizes(moved(start, most)).values()) >= (
+        assert max(sizes(moved(start, lower)).values()) == max(sizes(start).values()) + lower * step
+        assert max(sizes(moved(start, lower - 1)).values()) == 1
+        assert max(sizes(moved(start, upper)).values()) >= (
             469 if start.kind == "block_sparse" else PAPER_LENGTH
         )

@@ -33,7 +33,7 @@ def command(tiny_model, by_head):
     return ["--model", str(tiny_model), str(by_head), *RULES, *MEASURE]
 
 
-def test_filters_fill_the_decode_section_and_leave_the_rest(command, by_head, tmp_path, capsys):
+def test_filters_write_decode_section_only(command, by_head, tmp_path, capsys):
     out = tmp_path / "new.yaml"
     options = "--budget 0.25 --selector uniform --window 4 --prefill-ratio 0.5"
     main(["filters", *command, "--out", str(out), *options.split()])
@@ -55,7 +55,7 @@ def test_filters_fill_the_decode_section_and_leave_the_rest(command, by_head, tm
     assert "held-out prompts" in printed and "evenly spaced" in printed
 
 
-def test_filters_with_storage_record_each_choice_as_a_trial(command, tmp_path, capsys):
+def test_filters_with_storage_record_each_selection_as_a_trial(command, tmp_path, capsys):
     import optuna
 
     url = f"sqlite:///{tmp_path}/study.db"
@@ -90,16 +90,16 @@ def test_filters_with_storage_record_each_choice_as_a_trial(command, tmp_path, c
     assert study.best_trials
 
 
-def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, capsys):
+def test_filters_killed_run_resumes_with_the_same_result(command, tmp_path, monkeypatch, capsys):
     main(["filters", *command, "--out", str(tmp_path / "whole.yaml")])
     decoded: list[int] = []
     decode = layer_similarity._decode
 
-    def dies_at_the_third(*given: Any) -> Any:
+    def dies_at_the_third(*arguments: Any) -> Any:
         if len(decoded) == 2:
             raise KeyboardInterrupt
         decoded.append(1)
-        return decode(*given)
+        return decode(*arguments)
 
     monkeypatch.setattr(layer_similarity, "_decode", dies_at_the_third)
     cut = [*command, "--out", str(tmp_path / "cut.yaml")]
@@ -110,7 +110,7 @@ def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, 
         main(["filters", *cut, "--steps", "4"])
     # Two tasks, of calibration and held-out: four prompts, two of which are finished.
     monkeypatch.setattr(
-        layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given)
+        layer_similarity, "_decode", lambda *arguments: decoded.append(1) or decode(*arguments)
     )
     main(["filters", *cut])
     assert len(decoded) == 4 and "2 jobs are finished" in capsys.readouterr().err
@@ -119,10 +119,10 @@ def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_in_place_other_sections_are_kept_and_a_search_keeps_this_one(
+def test_in_place_update_and_later_search_preserve_other_sections(
     command, by_head, tiny_model, tmp_path, monkeypatch
 ):
-    """Also a section that another command writes meanwhile."""
+    """Also preserve a section that another command writes concurrently."""
     out = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(by_head), out, artifacts.load_arrays(by_head))
     section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
@@ -149,9 +149,7 @@ def test_in_place_other_sections_are_kept_and_a_search_keeps_this_one(
     assert "similarity.mass" in artifacts.load_arrays(out)
 
 
-def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
-    command, tiny_model, tmp_path
-):
+def test_filters_with_profile_skip_measurement_and_runtime_decodes(command, tiny_model, tmp_path):
     profile = tmp_path / "profile"
     out = tmp_path / "cfg.yaml"
     main(
@@ -184,20 +182,20 @@ def kv_command(tiny_model: Path, by_head: Path, out: Path, *more: str) -> list[s
     return [*model, str(by_head), "--out", str(out), *FAST, *more]
 
 
-def test_kv_writes_budgets_that_the_runtime_keeps(tiny_model, by_head, tmp_path, capsys):
-    """Into the file that it starts from, of which the rest stays."""
+def test_kv_writes_budgets_that_the_runtime_applies(tiny_model, by_head, tmp_path, capsys):
+    """It writes into its input file and leaves the rest unchanged."""
     own = tmp_path / "cfg.yaml"
     before, arrays = artifacts.load_pair(by_head)
     artifacts.save(before, own, arrays)
     file = tmp_path / "figures.json"
     main(["kv", *kv_command(tiny_model, own, own, "--target-share", "0.25", f"--json={file}")])
-    said = capsys.readouterr().out
-    assert "searched   KL" in said and "even       KL" in said
-    assert said.endswith(f"headwise evaluate {own} --model {tiny_model} --out report/\n")
+    output = capsys.readouterr().out
+    assert "searched   KL" in output and "even       KL" in output
+    assert output.endswith(f"headwise evaluate {own} --model {tiny_model} --out report/\n")
     figures = json.loads(file.read_text())
     assert sum(figures["budgets"].values()) == 3 * 2 and figures["held_out"]["even"]["kl"] > 0
-    # What one prompt says may be chance.
-    assert not figures["better"] and "not better beyond chance" in said
+    # A single prompt may be chance.
+    assert not figures["better"] and "not better beyond chance" in output
     after, more = artifacts.load_pair(own)
     assert (after.prefill, after.patterns) == (before.prefill, before.patterns)
     assert more["kv.error"].shape == (3, 2, len(more["kv.shares"])) and set(arrays) < set(more)
@@ -206,11 +204,11 @@ def test_kv_writes_budgets_that_the_runtime_keeps(tiny_model, by_head, tmp_path,
     with torch.no_grad(), load(own).apply(loaded.model) as handle:
         cache = handle.new_cache()
         loaded.model(ids, past_key_values=cache)
-        kept = [layer.mean_kept for layer in memory_report(cache).layers]
-    assert 0.15 <= np.mean(kept) / 800 <= 0.26
+        retained = [layer.mean_kept for layer in memory_report(cache).layers]
+    assert 0.15 <= np.mean(retained) / 800 <= 0.26
 
 
-def test_kv_with_storage_records_both_budgets_on_both_sets(tiny_model, by_head, tmp_path, capsys):
+def test_kv_with_storage_records_both_budgets_for_both_sets(tiny_model, by_head, tmp_path, capsys):
     import optuna
 
     url = f"sqlite:///{tmp_path}/study.db"
@@ -220,9 +218,9 @@ def test_kv_with_storage_records_both_budgets_on_both_sets(tiny_model, by_head, 
     figures = json.loads(file.read_text())
     study = optuna.load_study(study_name="kv", storage=url)
     assert study.metric_names == ["passkey", "prose", "share"]
-    asked = [(trial.user_attrs["prompts"], trial.params["budgets"]) for trial in study.trials]
+    settings = [(trial.user_attrs["prompts"], trial.params["budgets"]) for trial in study.trials]
     sets = ("deciding", "reporting")
-    assert asked == [(name, budgets) for name in sets for budgets in ("searched", "even")]
+    assert settings == [(name, budgets) for name in sets for budgets in ("searched", "even")]
     shares = {"searched": figures["share"], "even": 0.25}
     for trial in study.trials:
         *losses, share = trial.values
@@ -236,17 +234,17 @@ def test_kv_with_storage_records_both_budgets_on_both_sets(tiny_model, by_head, 
     assert study.best_trials
 
 
-def interrupted(*given: Any) -> Any:
+def interrupted(*arguments: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_a_killed_kv_goes_on_and_another_total_reuses_the_curves(
+def test_kv_killed_run_resumes_and_another_total_reuses_curves(
     tiny_model, by_head, tmp_path, monkeypatch, capsys
 ):
     walked: list[int] = []
     walk = budget_curves._of_prompt
     monkeypatch.setattr(
-        budget_curves, "_of_prompt", lambda *given: walked.append(1) or walk(*given)
+        budget_curves, "_of_prompt", lambda *arguments: walked.append(1) or walk(*arguments)
     )
     whole = tmp_path / "whole.yaml"
     cut = tmp_path / "cut.yaml"
@@ -266,7 +264,7 @@ def test_a_killed_kv_goes_on_and_another_total_reuses_the_curves(
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_budgets_go_where_the_error_is():
+def test_kv_budgets_follow_the_error():
     shares = (0.125, 0.25, 0.5)
     error = np.full((3, 2, 3), 1e-6)
     error[1] = np.nan
@@ -284,12 +282,12 @@ def test_budgets_go_where_the_error_is():
 @pytest.mark.parametrize(
     ("factors", "better"), [((0.5, 0.6, 0.4, 0.5), True), ((0.1, 0.1, 1.1, 1.0), False)]
 )
-def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
+def test_kv_total_is_uneven_only_if_every_prompt_supports_it(
     factors, better, tiny_model, by_head, tmp_path, monkeypatch
 ):
     calls: list[int] = []
 
-    def divergence(*given: Any) -> Divergence:
+    def divergence(*arguments: Any) -> Divergence:
         # Of four prompts that decide: searched, then even.
         at = len(calls)
         calls.append(1)
@@ -311,12 +309,12 @@ def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
         forced=8,
         dtype="float32",
     )
-    written, found = kv_search.run(config)
-    assert found.better == better
+    written, result = kv_search.run(config)
+    assert result.better == better
     assert written.kv_cache is not None and ("even" in written.kv_cache.policies) == (not better)
 
 
-def test_bytes_are_those_of_the_cache(tiny_model, by_head):
+def test_kv_bytes_equal_cache_bytes(tiny_model, by_head):
     loaded = load_model(str(tiny_model), dtype="float32")
     options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}
     token = 3 * 2 * 2 * 16 * 4
@@ -326,7 +324,7 @@ def test_bytes_are_those_of_the_cache(tiny_model, by_head):
     ) == pytest.approx(0.1)
 
 
-def test_what_filter_layers_choose_from_is_not_dropped(tiny_model, by_head, tmp_path):
+def test_kv_retains_all_tokens_in_filter_layers(tiny_model, by_head, tmp_path):
     own = tmp_path / "cfg.yaml"
     artifact, arrays = artifacts.load_pair(by_head)
     decode = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))

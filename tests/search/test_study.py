@@ -10,7 +10,7 @@ from search.study import Study, check_storage, passwords, without_password
 SPACE = {"cost": (0.0, 1.0), "dense_tail": [64, 256]}
 
 
-def test_study_without_storage_keeps_nothing():
+def test_study_without_storage_stores_nothing():
     study = Study(storage=None, name="cfg", space=SPACE, losses=("text",))
     study.add({"cost": 0.5, "dense_tail": 64}, {"text": 1.0})
 
@@ -27,16 +27,16 @@ def test_study_in_storage_holds_params_losses_and_attributes(tmp_path):
         study.add({"cost": 0.5, "dense_tail": 256}, {"text": 1.0, "cost": 0.5})
         study.add({"cost": 0.4, "dense_tail": 256}, {"text": 3.0, "cost": 0.4})
         study.add({"cost": 0.4, "dense_tail": 256}, {"cost": 0.4}, prompts="failed early")
-    kept = optuna.load_study(study_name="cfg", storage=url)
-    assert kept.metric_names == ["text", "cost"]
-    assert [trial.state.name for trial in kept.trials] == 3 * ["COMPLETE"] + ["FAIL"]
-    assert kept.trials[0].params == {"cost": 0.25, "dense_tail": 64}
-    assert kept.trials[0].values == [2.0, 0.25]
-    assert kept.trials[0].user_attrs == {"text": 2.0, "cost": 0.25, "density": 0.3}
-    assert kept.trials[3].user_attrs["prompts"] == "failed early"
+    stored = optuna.load_study(study_name="cfg", storage=url)
+    assert stored.metric_names == ["text", "cost"]
+    assert [trial.state.name for trial in stored.trials] == 3 * ["COMPLETE"] + ["FAIL"]
+    assert stored.trials[0].params == {"cost": 0.25, "dense_tail": 64}
+    assert stored.trials[0].values == [2.0, 0.25]
+    assert stored.trials[0].user_attrs == {"text": 2.0, "cost": 0.25, "density": 0.3}
+    assert stored.trials[3].user_attrs["prompts"] == "failed early"
     # The third costs more than the first and loses more.
-    assert {trial.number for trial in kept.best_trials} == {0, 1}
-    importance = optuna.importance.get_param_importances(kept, target=lambda trial: trial.values[0])
+    assert {trial.number for trial in stored.best_trials} == {0, 1}
+    importance = optuna.importance.get_param_importances(stored, target=lambda t: t.values[0])
     assert set(importance) == set(SPACE)
 
 
@@ -56,15 +56,15 @@ SECRET_URLS = [
 ]
 
 
-def test_a_storage_that_cannot_be_opened_is_one_line_without_its_password():
+def test_study_with_unreachable_storage_reports_one_line_without_password():
     for url in ("study", *SECRET_URLS):
         with pytest.raises(HeadwiseError, match="cannot use the storage") as error:
             check_storage(url)
-        said = str(error.value)
-        assert "\n" not in said and "secret" not in said and "hidden" not in said
+        message = str(error.value)
+        assert "\n" not in message and "secret" not in message and "hidden" not in message
 
 
-def test_storage_whose_password_has_an_at_sign_is_refused_before_any_connection():
+def test_storage_password_with_at_sign_is_rejected_before_connecting():
     with pytest.raises(HeadwiseError, match=r"'mysql://me@db:3306/x': .* must be written %40"):
         check_storage("mysql://me:secret@hidden@db:3306/x")
 
@@ -92,5 +92,5 @@ def test_without_password_shows_no_part_of_a_password(url):
         ("passkey@depth=0.5:text.txt", "passkey@depth=0.5:text.txt"),
     ],
 )
-def test_without_password_keeps_the_rest_of_a_url(url, shown):
+def test_without_password_preserves_the_rest_of_a_url(url, shown):
     assert without_password(url) == shown

@@ -167,7 +167,7 @@ def test_new_policy_needs_three_changes(tmp_path):
     served = python(tmp_path, "serve")
     assert served.returncode == 0, served.stdout + served.stderr
     # The suite fails without a test case.
-    missing = python(tmp_path, *options, f"{suite}::test_every_policy_is_here")
+    missing = python(tmp_path, *options, f"{suite}::test_every_policy_has_a_case")
     assert missing.returncode == 1 and "edges" in missing.stdout, missing.stdout + missing.stderr
     add(tmp_path, CONFORMANCE)
     passed = python(tmp_path, *options, suite, "-k", "edges or every_policy")

@@ -22,7 +22,7 @@ from search.decode.filter_layers import (
 
 def every_choice(layers: list[int], rules: Rules) -> list[Choice]:
     """By the definition: all sets of filter and dense layers that hold to the rules."""
-    found = []
+    results = []
     for full in range(1, rules.full(len(layers)) + 1):
         for chosen in combinations(layers, full):
             for count in range(1, min(rules.filters, full) + 1):
@@ -32,12 +32,12 @@ def every_choice(layers: list[int], rules: Rules) -> list[Choice]:
                     )
                     first = [layer for layer in layers if layer < filters[0]]
                     if len(first) >= rules.dense_first and set(first) <= set(choice.dense_layers):
-                        found.append(choice)
-    return found
+                        results.append(choice)
+    return results
 
 
 def cost_by_hand(cost: np.ndarray, layers: list[int], choice: Choice) -> float:
-    """Every sparse layer costs what the nearest filter before it leaves out."""
+    """Return the cost: for each sparse layer, the mass that its nearest earlier filter drops."""
     summed = 0.0
     latest = -1
     for layer in layers:
@@ -57,7 +57,7 @@ def cost_by_hand(cost: np.ndarray, layers: list[int], choice: Choice) -> float:
     st.integers(0, 2**16),
     st.booleans(),
 )
-def test_no_choice_costs_less(n, first, most, sparse, seed, hybrid):
+def test_filter_layers_have_minimal_cost(n, first, most, sparse, seed, hybrid):
     generator = np.random.default_rng(seed)
     layers = list(range(1, 2 * n, 2)) if hybrid else list(range(n))
     cost = generator.random((2 * n, 2 * n))
@@ -76,7 +76,7 @@ def test_no_choice_costs_less(n, first, most, sparse, seed, hybrid):
     )
 
 
-def test_what_is_costly_stays_dense():
+def test_costly_layers_stay_dense():
     cost = np.full((10, 10), 0.1)
     cost[:, [4, 8]] = 5
     choice = best_choice(cost, range(10), Rules(sparse=0.7, filters=1))
@@ -84,18 +84,18 @@ def test_what_is_costly_stays_dense():
     assert best_choice(cost, range(10), Rules(sparse=0.7, filters=2)).filter_layers == (0,)
 
 
-def test_mass_kept():
+def test_retained_mass_equals_definition():
     mass = np.full((8, 8), 0.5)
     assert kept(mass, range(8), Choice((3, 6), (0, 1, 2))) == pytest.approx((3 + 2 + 3 * 0.5) / 8)
 
 
-def test_what_a_choice_is_compared_with():
+def test_baselines_of_a_selection():
     even = evenly_spaced(range(30), 3, (0, 1))
     assert even == Choice((2, 11, 21), (0, 1))
     assert evenly_spaced(range(10), 2, (0, 5, 6)) == Choice((1, 7), (0, 5, 6))
 
 
-def test_too_few_layers_and_holes_are_refused():
+def test_too_few_layers_and_gaps_are_rejected():
     with pytest.raises(HeadwiseError, match=r"--dense-first 1 with --sparse 0\.6 leaves no"):
         best_choice(np.ones((3, 3)), [0, 1, 2], Rules(dense_first=1))
     cost = np.ones((4, 4))

@@ -1,4 +1,4 @@
-"""The gate's rounds, with losses by a formula: sets that judge and report, and the frontier."""
+"""The gate's rounds with losses from a formula: test sets, report sets and the frontier."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def losses(allocation: Allocation, factor: float) -> tuple[ContextLoss, ...]:
 def passed(
     factors: Mapping[str, float], limit: float
 ) -> tuple[SearchRun, list[tuple[str, float, Any]]]:
-    """Run the gate where each set loses so many times what the curves predict.
+    """Run the gate with losses of each set at a factor times the prediction.
 
-    Returns the run, and (set, cost, numbers) of all that was measured, in order."""
+    Returns the run, and (set, cost, numbers) of each measurement, in order."""
     run = FormulaRun(
         lambda prompts, one, numbers: losses(one, factors[prompts.name]),
         heads=HEADS,
@@ -59,7 +59,7 @@ def passed(
     )
     held_out = cast(Any, iter([Prompts(name) for name in factors]))
     gate(cast(Any, run), Limits(max_kl=limit), held_out)
-    # Each allocation that a set judges, and each point, is a trial.
+    # Each allocation tested on a set, and each point, is a trial.
     sets = [name for _, _, name in run.trials]
     rounds = len(sets) - len(cast(Any, run).points)
     assert sets[:rounds] == [f"held-out set {at + 1}" for at in range(rounds)]
@@ -75,13 +75,13 @@ def held_out(run: SearchRun) -> bool:
     return cast(Any, SearchRun.held_out).fget(run)
 
 
-def test_what_passes_at_once_is_reported_on_the_first_held_out_set():
+def test_first_pass_is_reported_on_first_held_out_set():
     run, measured = passed({"first": 1.1, "second": 1.0}, 100.0)
     assert run.allocation.digest == BEST.digest
     assert run.gate_fault is None and run.chosen_on == []
     assert held_out(run) and {name for name, _, _ in measured} == {"first"}
     # By task, the one with few sequences first. Then half and twice the budget, each on the first
-    # contexts of the tasks, as what was chosen.
+    # contexts of the tasks, like the selected allocation.
     numbers = [numbers for _, _, numbers in measured]
     assert numbers == [[4], [0, 1, 2, 3], *[[0, 4]] * len(run.points)]
     assert run.points[0][0].digest == BEST.digest
@@ -92,22 +92,22 @@ def test_what_passes_at_once_is_reported_on_the_first_held_out_set():
     assert tuple(run.losses) == 2 * run.points[0][1]
 
 
-def test_a_set_that_fails_says_how_much_more_and_another_reports():
+def test_failed_set_raises_the_budget_and_another_set_reports():
     factors = {"first": 1.5, "second": 1.5, "third": 1.0}
     run, measured = passed(factors, JUST_ABOVE)
-    judged = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
-    assert [name for name, _ in judged] == ["first", "second"]
+    evaluated = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
+    assert [name for name, _ in evaluated] == ["first", "second"]
     # Where a task fails the others are not run, and raised nothing.
-    others = [name for name, _, numbers in measured if numbers == [0, 1, 2, 3]]
-    assert others == ["second"]
+    failed = [name for name, _, numbers in measured if numbers == [0, 1, 2, 3]]
+    assert failed == ["second"]
     assert run.chosen_on == [Sequence("prose", "first")]
     assert len(run.reported_on) == 5 and held_out(run)
-    assert run.allocation.cost == judged[-1][1] > BEST.cost
-    # One step comes to what is aimed at: little less than the limit.
+    assert run.allocation.cost == evaluated[-1][1] > BEST.cost
+    # One step reaches the target, slightly below the limit.
     assert 0.5 < 1.5 * HEADS.predicted(run.allocation) / JUST_ABOVE <= 0.91
 
 
-def test_set_that_fails_is_reported_with_the_budget_that_it_raises(capsys):
+def test_failed_set_is_reported_with_raised_budget(capsys):
     passed({"first": 1.5, "second": 1.0}, JUST_ABOVE)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -121,20 +121,20 @@ def test_set_that_fails_is_reported_with_the_budget_that_it_raises(capsys):
     assert 0.15 < float(f"0.{matched[1]}") < 1
 
 
-def test_without_another_set_the_one_that_raised_reports_and_is_not_held_out():
+def test_without_another_set_the_raising_set_reports_as_not_held_out():
     run, _ = passed({"first": 1.5}, JUST_ABOVE)
     assert run.chosen_on == [run.reported_on[4]] and not held_out(run)
 
 
-def test_all_sets_that_failed_are_named():
+def test_all_failed_sets_are_named():
     factors = {"first": 1.5, "second": 3.0, "third": 1.0}
     run, _ = passed(factors, JUST_ABOVE)
     assert run.chosen_on == [Sequence("prose", "first"), Sequence("prose", "second")]
     assert held_out(run) and run.reported_on == Prompts("third").sequences
 
 
-def test_all_answers_together_fail_where_each_task_passes():
-    """Every other context loses three of ten answers: of one task alone that may be chance."""
+def test_pooled_answers_fail_where_each_task_passes():
+    """Every other context loses three of ten answers; in a single task that may be chance."""
 
     def of(task: str) -> list[ContextLoss]:
         ten = dict.fromkeys(("answers", "dense_right", "tokens"), 10)
@@ -156,7 +156,7 @@ def test_all_answers_together_fail_where_each_task_passes():
         gate(cast(Any, run), Limits(), sets)
 
 
-def test_what_never_passes_is_a_finding():
+def test_search_that_never_passes_raises_finding():
     says = r"the gate: any: KL to dense attention is .* of dense attention's operations spent; ask"
     with pytest.raises(Finding, match=says):
         passed({"first": 1e9}, 1e-9)

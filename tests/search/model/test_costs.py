@@ -47,7 +47,7 @@ def measured(table: CostTable) -> Costs:
     return Costs.measured(table, MODEL, length=LENGTH, dtype="float32")
 
 
-def test_flops_are_those_of_the_tiles():
+def test_flops_equal_those_of_the_tiles():
     costs = Costs.flops(MODEL, length=LENGTH, dtype="float32")
     tiles = np.array([[[10.0, np.nan]]])
     np.testing.assert_array_equal(costs.of(CANDIDATES, tiles), tiles * 4 * 64 * 64 * 16)
@@ -57,44 +57,44 @@ def test_flops_are_those_of_the_tiles():
     assert costs.device is None
 
 
-def test_seconds_are_read_off_the_line_of_the_kind():
+def test_seconds_follow_the_fit_of_the_kind():
     costs = measured(linear_table())
-    found = costs.of(CANDIDATES, np.array([[20.0, 50.0], [np.nan, np.nan]]))
-    np.testing.assert_allclose(found[0], [1e-4 + 20e-6, 3e-4 + 50e-6])
-    assert np.isnan(found[1]).all()
+    seconds = costs.of(CANDIDATES, np.array([[20.0, 50.0], [np.nan, np.nan]]))
+    np.testing.assert_allclose(seconds[0], [1e-4 + 20e-6, 3e-4 + 50e-6])
+    assert np.isnan(seconds[1]).all()
     assert costs.all_keys() == pytest.approx(1e-4 + ALL_TILES * 1e-6)
 
 
-def test_beyond_what_was_measured():
+def test_seconds_beyond_measured_sizes_are_extrapolated():
     costs = measured(linear_table(tiles=(40, 80)))
-    found = costs.of(CANDIDATES[:1] * 3, np.array([20.0, 60.0, 160.0]))
-    np.testing.assert_allclose(found, [1e-4 + 20e-6, 1e-4 + 60e-6, 2 * (1e-4 + 80e-6)])
+    seconds = costs.of(CANDIDATES[:1] * 3, np.array([20.0, 60.0, 160.0]))
+    np.testing.assert_allclose(seconds, [1e-4 + 20e-6, 1e-4 + 60e-6, 2 * (1e-4 + 80e-6)])
 
 
-def test_an_estimate_of_more_queries_costs_more():
+def test_seconds_grow_with_estimated_queries():
     costs = measured(linear_table())
     few, many = (make("vertical_slash", vertical=64, slash=64, last_q=q) for q in (64, 256))
-    found = costs.of((few, many), np.array([50.0, 50.0]))
+    seconds = costs.of((few, many), np.array([50.0, 50.0]))
     # Three more rows of queries against all keys.
-    assert found[1] - found[0] == pytest.approx(3 * 16 * costs.all_keys() / ALL_TILES)
+    assert seconds[1] - seconds[0] == pytest.approx(3 * 16 * costs.all_keys() / ALL_TILES)
     real = replace(costs, scale=2.0, overhead=1e-5)
-    np.testing.assert_allclose(real.of((few, many), np.array([50.0, 50.0])), 2 * found + 1e-5)
+    np.testing.assert_allclose(real.of((few, many), np.array([50.0, 50.0])), 2 * seconds + 1e-5)
     assert real.all_keys() == pytest.approx(2 * costs.all_keys() + 1e-5)
 
 
-def test_times_of_the_same_tiles_are_averaged():
-    """A table of several head counts says several times what a head's tiles take."""
-    one = linear_table()
-    both = replace(one, costs=one.costs + linear_table(factor=3.0).costs)
+def test_times_of_equal_tiles_are_averaged():
+    """A table of several head counts lists the time of equal tiles more than once."""
+    table = linear_table()
+    both = replace(table, costs=table.costs + linear_table(factor=3.0).costs)
     costs = measured(both)
-    found = costs.of(CANDIDATES[:1] * 2, np.array([5.0, 50.0]))
-    np.testing.assert_allclose(found, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
+    seconds = costs.of(CANDIDATES[:1] * 2, np.array([5.0, 50.0]))
+    np.testing.assert_allclose(seconds, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
 
 
-def test_a_line_is_found():
+def test_fit_recovers_a_line():
     predicted = np.array([0.2, 0.3, 0.6])
     assert line_through(predicted, 1.2 * predicted + 0.02) == pytest.approx((1.2, 0.02))
-    # A measurement that is 10% off moves what is predicted of the others by less.
+    # A measurement that is 10% off changes the other predictions by less.
     factor, constant = line_through(predicted, (1.2 * predicted + 0.02) * np.array([1, 1.1, 1]))
     np.testing.assert_allclose(factor * predicted + constant, 1.2 * predicted + 0.02, rtol=0.08)
 
@@ -102,25 +102,25 @@ def test_a_line_is_found():
 @pytest.mark.parametrize(
     "measured", [(0.1, 0.25, 0.6), (0.4, 0.3, 0.2), (0.3,) * 3, (0.001, 0.01, 2)]
 )
-def test_neither_part_of_a_line_is_below_0_and_sizes_are_not_free(measured):
+def test_fit_is_nonnegative_and_sizes_are_not_free(measured):
     predicted = np.array([0.2, 0.3, 0.6])
     ratio = predicted / np.array(measured)
     factor, constant = line_through(predicted, measured)
     assert factor >= 0.5 * ratio.sum() / (ratio**2).sum() * (1 - 1e-9) and constant >= 0
 
 
-def test_of_one_measurement_all_is_a_factor_or_half_of_it():
+def test_fit_of_one_measurement_is_proportional_or_half_constant():
     factor, constant = line_through([0.2] * 3, [0.3] * 3)
     assert factor * 0.2 + constant == pytest.approx(0.3) and factor >= 0.75
 
 
-def test_dense_seconds_go_with_the_square_of_the_length():
+def test_dense_seconds_scale_with_squared_length():
     at = {"head_dim": 16, "dtype": "float32"}
     assert linear_table().dense_seconds(length=LENGTH, heads=3, **at) == pytest.approx(6e-3)
     assert linear_table().dense_seconds(length=2 * LENGTH, heads=6, **at) == pytest.approx(48e-3)
 
 
-def test_an_unknown_kind_is_refused_with_what_the_table_has():
+def test_unknown_kind_error_lists_the_table():
     with pytest.raises(HeadwiseError, match=r"no tri with head dim 16 .*; it has: .*'dense'"):
         linear_table().line("tri", length=LENGTH, head_dim=16, dtype="float32")
     empty = replace(linear_table(), costs=())

@@ -90,7 +90,7 @@ def test_each_limit_fails_alone(bad, limit, says):
     assert Limits().violation(good) is None
     fault = Limits().violation([*good, bad])
     assert fault == says
-    # Wherever it stands, it is seen; a mean over the tasks would have hidden it.
+    # It is detected at any position; a mean over the tasks would hide it.
     assert Limits().violation([bad, *good]) == fault
     assert Limits(**{limit: None}).violation([*good, bad]) is None
     only = dict.fromkeys(("max_kl", "max_perplexity", "max_nll", "max_lost"))
@@ -98,7 +98,7 @@ def test_each_limit_fails_alone(bad, limit, says):
     assert Limits(**only).violation([*good, bad]) == fault
 
 
-def test_of_several_faults_the_worst_is_said():
+def test_several_faults_report_the_worst():
     twice = task("twice", kl=0.1)
     thrice = task("thrice", lost=9, fewer_low=0.1)
     assert (Limits().violation([twice, thrice]) or "").startswith(
@@ -116,29 +116,29 @@ RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
         # One lost answer alone fails nothing, and two do.
         *(({"dense_right": right, "lost": 1, "fewer_low": 0.1}, False) for right in (1, 2, 5)),
         *(({"dense_right": right, "lost": 2, "fewer_low": 0.1}, True) for right in (2, 3, 6)),
-        # Answers that are won stand against those that are lost.
+        # Won answers offset lost ones.
         ({"dense_right": 20, "lost": 4, "won": 1, "fewer_low": 0.01}, True),
         ({"dense_right": 20, "lost": 4, "won": 2, "fewer_low": 0.01}, False),
         ({"dense_right": 3, "lost": 2, "won": 1}, False),
-        # What its interval does not tell from none is no finding.
+        # A loss whose interval includes zero is no finding.
         ({"dense_right": 20, "lost": 4, "fewer_low": 0.0}, False),
         ({"dense_right": 20, "lost": 4, "fewer_low": 0.01}, True),
         ({**RISE, "nll_rise_low": -0.01}, False),
         ({**RISE, "nll_rise_low": 0.01}, True),
-        # What is not a number fails.
+        # NaN fails.
         ({"kl": nan}, True),
         ({"perplexity_ratio": nan}, True),
         ({"nll_rise": nan, "nll_rise_low": nan}, True),
     ],
 )
-def test_what_is_beyond_chance_fails(changes, fails):
+def test_loss_beyond_chance_fails(changes, fails):
     assert (Limits().violation([task(**changes)]) is not None) == fails
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("max_kl", 0.0), ("max_perplexity", -1.0), ("max_nll", nan)]
 )
-def test_limits_are_above_0(name, value):
+def test_limits_must_be_positive(name, value):
     with pytest.raises(HeadwiseError, match=f"--{name.replace('_', '-')} must be above 0"):
         Limits(**{name: value})
 
@@ -168,10 +168,10 @@ def losses(
     )
 
 
-def test_losses_are_gathered_by_task():
-    made = [sequence("kv", (2, 3)), sequence("prose", ()), sequence("kv", (5,))]
+def test_losses_are_grouped_by_task():
+    sequences = [sequence("kv", (2, 3)), sequence("prose", ()), sequence("kv", (5,))]
     contexts = context_losses(
-        made,
+        sequences,
         [
             losses((2, 3), [0.2, 0.6], [True, False], [True, True], 0.1),
             losses((), [], [], [], 0.3),
@@ -193,16 +193,16 @@ def test_losses_are_gathered_by_task():
     assert mean_kl(contexts) == pytest.approx((kv.kl + 0.3) / 2)
 
 
-def test_kinds_of_answers_are_apart_and_contexts_are_the_units():
-    one = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))
+def test_answer_kinds_are_separate_and_counted_per_context():
+    facts_sequence = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))
     lost = losses((2, 2, 2), [0.4, 0.4, 0.0], [False, False, True], [True, True, True], 0.1)
-    kept = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
-    asked, later, pool = by_task([one] * 8, [lost] * 4 + [kept] * 4)
+    unchanged = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
+    asked, later, pool = by_task([facts_sequence] * 8, [lost] * 4 + [unchanged] * 4)
     assert pool.task == POOL
     assert (asked.task, asked.answers, asked.lost) == ("facts/asked", 16, 8)
     assert (later.task, later.answers, later.lost) == ("facts/later", 8, 0)
-    # Half of eight contexts lose all of their answers: as eight units the share is less certain
-    # than as sixteen.
+    # Half of eight contexts lose all of their answers: the fraction of eight units is less
+    # certain than that of sixteen.
     assert asked.fewer == 0.5 and asked.nll_rise == pytest.approx(0.1)
     half = 2.365 * np.std([1, 0] * 4, ddof=1) / 8**0.5
     assert (asked.fewer_low, asked.fewer_high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-3)
@@ -210,12 +210,12 @@ def test_kinds_of_answers_are_apart_and_contexts_are_the_units():
 
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
-def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts):
-    """One prompt that loses both answers says nothing of others; four that do are a finding."""
-    one = sequence("chain", (2, 2))
+def test_answers_of_fewer_than_four_contexts_prove_nothing(contexts):
+    """One prompt that loses both answers proves nothing; four such prompts are a finding."""
+    chain = sequence("chain", (2, 2))
     gone = losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01)
-    (few,) = by_task([one] * contexts, [gone] * contexts)
-    (four,) = by_task([one] * 4, [gone] * 4)
+    (few,) = by_task([chain] * contexts, [gone] * contexts)
+    (four,) = by_task([chain] * 4, [gone] * 4)
     assert few.lost == 2 * contexts and few.nll_rise == four.nll_rise == 1.5
     assert Limits().violation([few]) is None and Limits().worst_ratio([few]) == pytest.approx(
         0.01 / 0.05
@@ -223,32 +223,32 @@ def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts):
     assert (Limits().violation([four]) or "").startswith("chain: ") and Limits().worst_ratio(
         [four]
     ) > 9
-    # A KL is judged on any number of prompts.
+    # KL is tested on any number of prompts.
     assert Limits(max_kl=0.005).violation([few]) is not None
-    said = format_row(few)
-    assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in said
-    assert "nan" not in said and "None" not in said and "interval" not in said
-    assert said.endswith(f"(not tested: answers take 4 contexts, got {contexts})")
+    row = format_row(few)
+    assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in row
+    assert "nan" not in row and "None" not in row and "interval" not in row
+    assert row.endswith(f"(not tested: answers take 4 contexts, got {contexts})")
     assert "not tested" not in format_row(four) and "too few to see" in format_row(four)
 
 
-def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
+def facts(fewer: int, other_losses: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
     """A context with three kinds of answers, of which dense attention gets ten, five and five."""
     sizes = (1,) * 20
     labels = ("asked",) * 10 + ("chained",) * 5 + ("later",) * 5
-    one = replace(sequence("facts", sizes), labels=labels)
-    right = [at >= fewer for at in range(10)] + [at >= others for at in range(5)] * 2
-    found = losses(sizes, [0.0] * 20, right, [True] * 20, 0.01)
-    return replace(one, ids=(seed, *one.ids[1:])), found
+    prompt = replace(sequence("facts", sizes), labels=labels)
+    right = [at >= fewer for at in range(10)] + [at >= other_losses for at in range(5)] * 2
+    result = losses(sizes, [0.0] * 20, right, [True] * 20, 0.01)
+    return replace(prompt, ids=(seed, *prompt.ids[1:])), result
 
 
-def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough():
-    """Four contexts; in each kind of answers it may be chance, over all of them it is not."""
-    made, found = zip(
+def test_pooled_loss_of_one_in_five_is_detected():
+    """In four contexts, each kind of answer may be chance, but all of them together are not."""
+    sequences, results = zip(
         *(facts(*some, seed=at) for at, some in enumerate([(3, 0), (0, 2), (3, 0), (1, 1)])),
         strict=True,
     )
-    tasks = by_task(made, found)
+    tasks = by_task(sequences, results)
     *kinds, pool = tasks
     assert all(Limits().violation([task]) is None for task in kinds)
     assert (pool.task, pool.prompts, pool.answers) == (POOL, 4, 80)
@@ -257,15 +257,15 @@ def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough()
         "all answers: accuracy falls from 1.00 to 0.84 of 80 questions"
     )
     assert Limits().worst_ratio(tasks) == pytest.approx(13 / 80 / 0.1)
-    assert Limits().violation(by_task(made[:3], found[:3])) is None
+    assert Limits().violation(by_task(sequences[:3], results[:3])) is None
     assert Limits(max_lost=None).violation(tasks) is None
 
 
-def test_the_pool_counts_a_context_once_and_needs_several_kinds():
-    """Twice the answers of the same four contexts leave their share as uncertain as it was."""
-    one, found = facts(2, 1, seed=1)
+def test_pool_counts_context_once_and_needs_several_kinds():
+    """Twice the answers of the same four contexts do not narrow the interval."""
+    prompt, result = facts(2, 1, seed=1)
     other, same = facts(0, 0, seed=2)
-    contexts = context_losses([one, other, one, other], [found, same, found, same])
+    contexts = context_losses([prompt, other, prompt, other], [result, same, result, same])
     *_, pool = task_figures(contexts)
     # Two contexts are two units, however many answers they have and however often they come.
     assert (pool.task, pool.prompts, pool.fewer_low) == (POOL, 2, None)
@@ -274,10 +274,10 @@ def test_the_pool_counts_a_context_once_and_needs_several_kinds():
     assert len(task_figures(prose)) == 1
 
 
-def test_a_set_of_prompts_counts_once_in_the_mean_kl():
-    one, found = facts(0, 0)
+def test_mean_kl_counts_a_prompt_set_once():
+    prompt, result = facts(0, 0)
     window = sequence("prose", ())
-    contexts = context_losses([one, window], [found, losses((), [], [], [], 0.05)])
+    contexts = context_losses([prompt, window], [result, losses((), [], [], [], 0.05)])
     assert len(contexts) == 4 and mean_kl(contexts) == pytest.approx((0.01 + 0.05) / 2)
 
 
@@ -285,8 +285,8 @@ def test_a_set_of_prompts_counts_once_in_the_mean_kl():
     ("right", "proven", "samples"),
     [(0, False, None), (1, False, 72), (14, False, 6), (71, False, 2), (72, True, None)],
 )
-def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(right, proven, samples):
-    """As many in the text's line as in all others is no help: it asks for none."""
+def test_too_few_correct_answers_prove_nothing_and_name_samples_needed(right, proven, samples):
+    """Correct answers in the text row do not count: it asks no questions."""
     tasks = [*task_figures(contexts_of("kv", right, 4)), text()]
     assert verdict(tasks).proven == proven and verdict(tasks).why.endswith(" of 4 contexts")
     assert verdict(tasks).why.startswith(f"{right} right answer")
@@ -299,7 +299,7 @@ def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(right, pro
         assert advice(tasks, 1).startswith("dense attention gets none right")
 
 
-def test_all_answers_together_may_be_enough_and_three_contexts_never_are():
+def test_pooled_answers_may_suffice_but_three_contexts_never_do():
     few = task_figures([*contexts_of("a", 40, 4), *contexts_of("b", 40, 4)])
     assert not verdict(few[:1]).proven and verdict(few).proven
     assert verdict(few).why == "80 right answers of 4 contexts"
@@ -308,7 +308,7 @@ def test_all_answers_together_may_be_enough_and_three_contexts_never_are():
     assert advice(many, 1) == "answers take 4 contexts, which needs a longer file"
 
 
-def test_of_what_passes_text_and_answers_are_told():
+def test_passing_result_reports_text_and_answers():
     # Text alone asks for no answers.
     assert verdict([text()]).proven
     assert summary([text(), text("other", perplexity_ratio=1.02)]) == (
@@ -319,7 +319,7 @@ def test_of_what_passes_text_and_answers_are_told():
 
 
 def contexts_of(task: str, right: int, count: int) -> list[ContextLoss]:
-    """So many right answers in all, over so many contexts."""
+    """Spread `right` correct answers over `count` contexts."""
     spread = [right // count + (at < right % count) for at in range(count)]
     return [
         ContextLoss(task=task, digest=str(at), kl=0.01, tokens=9, answers=200, dense_right=some)

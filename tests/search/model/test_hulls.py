@@ -22,15 +22,15 @@ SEARCHED = [0, 2]
 def chosen_at(price: float, losses: np.ndarray, costs: np.ndarray) -> list[int]:
     """Each part's step by step up its hull while a step saves more than the price."""
     wide = np.broadcast_to(costs, losses.shape)
-    found = []
+    results = []
     for cost, loss in zip(wide, losses, strict=True):
         line = hull(cost, loss)
         steps = itertools.takewhile(
             lambda two: slope(cost, loss, *two) > price,  # noqa: B023
             itertools.pairwise(line),
         )
-        found.append([line[0], *(dearer for _, dearer in steps)][-1])
-    return found
+        results.append([line[0], *(dearer for _, dearer in steps)][-1])
+    return results
 
 
 def cost_of(entries: list[int], costs: np.ndarray) -> float:
@@ -38,8 +38,8 @@ def cost_of(entries: list[int], costs: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed):
-    """The same where steep steps do not fit and flatter ones do: their slope is no price."""
+def test_selection_by_recorded_price_stays_within_budget(seed):
+    """Also if steep steps do not fit and flatter ones do: their slope is not the price."""
     rng = np.random.default_rng(seed)
     parts = int(rng.integers(2, 9))
     shape = parts, int(rng.integers(2, 7))
@@ -48,11 +48,11 @@ def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed):
     total = float(rng.uniform(costs[:, 0].sum(), costs[:, -1].sum()))
     entries, price = spend(losses, costs, total)
     by_price = chosen_at(price, losses, costs)
-    most = cost_of(entries, costs) * (1 + 1e-9)
-    assert cost_of(by_price, costs) <= most <= total * (1 + 1e-9)
+    limit = cost_of(entries, costs) * (1 + 1e-9)
+    assert cost_of(by_price, costs) <= limit <= total * (1 + 1e-9)
     if price == 0:
         assert by_price == entries
-    # A part that got something else got more: what was left over fitted a flatter step.
+    # A part with a different entry got a larger one: the remainder fitted a flatter step.
     assert all(
         costs[part, a] <= costs[part, b]
         for part, (a, b) in enumerate(zip(by_price, entries, strict=True))
@@ -64,7 +64,7 @@ def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed):
         assert cost_of(below, costs) > cost_of(by_price, costs)
 
 
-def test_with_all_that_there_is_the_price_is_none():
+def test_price_with_unlimited_budget_is_none():
     losses = np.array([[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]])
     assert spend(losses, (1, 2, 3), 6.0)[1] == 0.0
     # The first step that does not fit, whatever fitted before.
@@ -73,8 +73,8 @@ def test_with_all_that_there_is_the_price_is_none():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_entries_amid_an_edge_are_steps_of_their_own(seed):
-    """Entries on a straight line up to rounding all belong to the hull, and only they."""
+def test_hull_includes_collinear_entries(seed):
+    """The hull consists of exactly the entries on a straight line, up to rounding."""
     rng = np.random.default_rng(seed)
     costs = np.append(np.sort(rng.uniform(size=6)), 1.5) * 10 ** rng.uniform(-9, 9)
     losses = 0.3 - 0.1 * costs / costs[-1] * rng.uniform(0.1, 1)
@@ -85,7 +85,7 @@ def test_entries_amid_an_edge_are_steps_of_their_own(seed):
     assert entries == [5] and price == pytest.approx(slope(costs, losses, 0, 6), rel=1e-6)
 
 
-def test_parts_may_have_costs_of_their_own_in_any_order():
+def test_parts_may_have_different_unsorted_costs():
     losses = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
     costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
     assert spend(losses, costs, 4.0)[0] == [2, 0]
@@ -98,13 +98,13 @@ def test_parts_may_have_costs_of_their_own_in_any_order():
         spend(losses, costs, 1.9)
 
 
-def test_what_loses_infinitely_much_is_not_taken():
+def test_entry_with_infinite_loss_is_not_selected():
     losses = np.array([[np.inf, 4.0, 1.0], [5.0, np.inf, 0.0]])
     assert spend(losses, (1, 2, 3), 3.0)[0] == [1, 0]
     assert spend(losses, (1, 2, 3), 6.0)[0] == [2, 2]
 
 
-def test_of_entries_that_are_alike_the_last_is_taken():
+def test_identical_entries_select_the_last():
     assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0)[0] == [2]
     assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0)[0] == [1]
 
@@ -112,32 +112,32 @@ def test_of_entries_that_are_alike_the_last_is_taken():
 def combinations(heads: CostCurves, values: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
     """Cost, value and choice (2, H) of every combination of the searched heads' candidates."""
     own = heads.costs[TAIL][heads.searched]
-    worth = values[heads.searched]
-    found = []
+    gains = values[heads.searched]
+    results = []
     for choice in itertools.product(range(own.shape[2]), repeat=own.shape[0] * own.shape[1]):
         at = np.array(choice).reshape(own.shape[:2])[..., None]
-        cost, value = (np.take_along_axis(of, at, -1)[..., 0] for of in (own, worth))
-        found.append((float(cost.sum()), float(value.sum()), at[..., 0]))
-    return found
+        cost, value = (np.take_along_axis(of, at, -1)[..., 0] for of in (own, gains))
+        results.append((float(cost.sum()), float(value.sum()), at[..., 0]))
+    return results
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_one_budget_is_spent_best(seed):
+def test_allocation_of_one_budget_is_optimal(seed):
     heads = heads_of(seed)
     kinds = {"text": 1.0, "answer": 3.0}
     loss = heads.curves[TAIL].loss(kinds)
     every = combinations(heads, loss)
     price = float(np.random.default_rng(seed).exponential())
-    total, _, choice = min(every, key=lambda one: one[1] + price * one[0])
-    found = heads.allocate(total, TAIL, prompt_weights=kinds)
-    assert found.candidates[1].tolist() == [-1, -1]
-    np.testing.assert_array_equal(found.candidates[SEARCHED], choice)
-    assert found.cost == pytest.approx(total)
+    total, _, choice = min(every, key=lambda entry: entry[1] + price * entry[0])
+    allocation = heads.allocate(total, TAIL, prompt_weights=kinds)
+    assert allocation.candidates[1].tolist() == [-1, -1]
+    np.testing.assert_array_equal(allocation.candidates[SEARCHED], choice)
+    assert allocation.cost == pytest.approx(total)
     best = min(value for cost, value, _ in every if cost <= total * (1 + 1e-9))
-    assert np.nansum(found.pick(loss)) == pytest.approx(best)
+    assert np.nansum(allocation.pick(loss)) == pytest.approx(best)
 
 
-def test_a_digest_tells_what_is_served():
+def test_digest_identifies_the_allocation():
     heads = heads_of(0, tails=(0, 64))
     some = heads.allocate(3.0, TAIL)
     heavier = heads.allocate(3.0, TAIL, prompt_weights={"text": 2.0, "answer": 2.0})
@@ -145,16 +145,16 @@ def test_a_digest_tells_what_is_served():
     assert len({some.digest, replace(some, tail=0).digest, heads.allocate(100.0, TAIL).digest}) == 3
 
 
-def test_rows_and_plans_name_patterns_and_leave_layers_out():
+def test_rows_and_plans_name_patterns_and_skip_layers():
     candidates = (
         make("a_shape", sink=64, window=64),
         make("block_sparse", blocks=4),
         make("dense"),
         make("dense"),
     )
-    found = heads_of(0).allocate(100, TAIL)
-    rows, patterns = found.rows(candidates)
+    allocation = heads_of(0).allocate(100, TAIL)
+    rows, patterns = allocation.rows(candidates)
     assert rows[1] is None and rows[0] is not None and rows[2] is not None
     assert set(rows[0] + rows[2]) == set(patterns)
-    plans = found.plans(candidates, 1)
+    plans = allocation.plans(candidates, 1)
     assert set(plans) == {0, 2} and all(plan.dense_tail == TAIL for plan in plans.values())

@@ -23,34 +23,32 @@ CONFIG = ModelSearch(model="m", out=Path("cfg.yaml"))
 LOADED: Any = SimpleNamespace(tokenizer=byte_level())
 
 
-def test_more_contexts_are_held_out_than_calibrated_on():
+def test_held_out_prompts_have_more_contexts_than_calibration():
     tasks = CONFIG.held_out_tasks
     assert tasks == ("facts", "prose")
-    made = held_out_prompts(tasks, LOADED, length=4096, samples=2, seed=0, seen=Seen(), number=0)
-    contexts = dict.fromkeys((prompt.task, prompt.context) for prompt in made)
+    prompts = held_out_prompts(tasks, LOADED, length=4096, samples=2, seed=0, seen=Seen(), number=0)
+    contexts = dict.fromkeys((prompt.task, prompt.context) for prompt in prompts)
     assert [task for task, _ in contexts] == ["facts"] * 8 + ["prose"] * 4
 
 
-def test_of_a_file_of_questions_four_contexts_are_held_out_where_it_has_as_many(tmp_path):
-    """Its answers are tested over contexts, as generated ones are; windows of a text are two."""
+def test_question_file_holds_out_four_contexts_if_available(tmp_path):
+    """Its answers are tested over contexts like generated ones; a text has two windows."""
     for lines, expected in ((40, 4), (3, 2), (1, 1)):
         file = tmp_path / f"{lines}.jsonl"
-        made = [
+        prompts = [
             {"prompt": f"{number} {chr(97 + number % 26)} " * 99, "answer": str(number)}
             for number in range(lines)
         ]
-        file.write_text("\n".join(map(json.dumps, made)) + "\n")
+        file.write_text("\n".join(map(json.dumps, prompts)) + "\n")
         task = f"jsonl:{file}"
-        found = held_out_prompts(
+        prompts = held_out_prompts(
             (task,), LOADED, length=256, samples=1, seed=0, seen=Seen(), number=0
         )
-        assert len({prompt.context for prompt in found}) == expected
+        assert len({prompt.context for prompt in prompts}) == expected
 
 
 @pytest.mark.parametrize(("lengths", "expected"), [(40, 4), (5, 2)])
-def test_held_out_prompts_of_a_hidden_key_are_fewer_where_the_file_is_short(
-    lengths, expected, tmp_path
-):
+def test_held_out_hidden_key_prompts_are_fewer_in_a_short_file(lengths, expected, tmp_path):
     source = sentences(random.Random(0))
     text = "".join(f"{number}. {next(source)}" for number in range(4000))
     file = tmp_path / "book.txt"
@@ -62,20 +60,20 @@ def test_held_out_prompts_of_a_hidden_key_are_fewer_where_the_file_is_short(
     assert len(prompts) == expected and not any(map(seen.overlaps, prompts))
 
 
-def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeypatch):
-    """Of later sets, which are made when one has failed, there are as many as it lists."""
+def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
+    """Later sets, generated after a failure, are limited by the listed windows."""
     config = CONFIG.replace(tasks=("passkey",), length=1024)
     sets = list(held_out_sets(config, LOADED, 1024, Seen()))
-    one = len(Seen(sets[0]).digests)
+    count = len(Seen(sets[0]).digests)
     two = len(Seen([*sets[0], *sets[1]]).digests)
-    monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", one - 1)
+    monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", count - 1)
     with pytest.raises(
-        HeadwiseError, match=rf"are {one} windows .* at most {one - 1} .* fewer --samples"
+        HeadwiseError, match=rf"are {count} windows .* at most {count - 1} .* fewer --samples"
     ):
         next(held_out_sets(config, LOADED, 1024, Seen()))
     monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", two)
     assert list(held_out_sets(config, LOADED, 1024, Seen())) == sets[:2]
-    # The gate tries as many budgets, and headwise gate has a set of its own.
+    # The gate tries as many budgets, and headwise gate has a separate set.
     assert len(sets) == ROUNDS
     own = held_out_prompts(
         ("passkey",), LOADED, length=1024, samples=1, seed=0, seen=Seen(), number=GATE_SET
@@ -85,15 +83,15 @@ def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeyp
     }
 
 
-def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_enough():
-    """Tasks are named only where the user asked for them; above there are prompts of 4,096."""
-    given: dict[str, Any] = {"samples": 1, "seed": 0, "seen": Seen(), "number": GATE_SET}
+def test_length_too_short_for_default_tasks_error_names_sufficient_length():
+    """The error names only tasks the user requested; at 4,096 tokens the defaults fit."""
+    arguments: dict[str, Any] = {"samples": 1, "seed": 0, "seen": Seen(), "number": GATE_SET}
     for length in (256, 1500):
         says = rf"^--length {length} is too short for the held-out prompts; 4096 is enough$"
         with pytest.raises(HeadwiseError, match=says):
-            held_out_prompts(CONFIG.held_out_tasks, LOADED, length=length, **given)
+            held_out_prompts(CONFIG.held_out_tasks, LOADED, length=length, **arguments)
         with pytest.raises(HeadwiseError, match=rf"^length {length} is too small for facts: "):
-            held_out_prompts(("facts",), LOADED, length=length, **given)
+            held_out_prompts(("facts",), LOADED, length=length, **arguments)
     says = r"^--length 256 is too short for the calibration prompts; 1024 is enough$"
     with pytest.raises(HeadwiseError, match=says):
         calibration_prompts(CONFIG, LOADED, 256)
@@ -105,18 +103,18 @@ def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_eno
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_default_tasks_are_made_at_128k_tokens():
-    """Calibration, and a held-out set: no text is too short, and nothing is in both."""
+def test_default_tasks_generate_128k_token_prompts():
+    """Calibration and a held-out set: no text is too short, and the two are disjoint."""
     config = ModelSearch(
         model="smollm2", out=Path("cfg.yaml"), length=131_072, beyond_positions=True
     )
     loaded: Any = SimpleNamespace(tokenizer=load_tokenizer("smollm2"))
-    made = calibration_prompts(config, loaded, 131_072)
-    assert list(dict.fromkeys(prompt.task for prompt in made)) == list(config.tasks)
-    seen = Seen(made)
-    before = Seen(made)
+    prompts = calibration_prompts(config, loaded, 131_072)
+    assert list(dict.fromkeys(prompt.task for prompt in prompts)) == list(config.tasks)
+    seen = Seen(prompts)
+    before = Seen(prompts)
     first = next(held_out_sets(config, loaded, 131_072, seen))
-    assert {len(prompt.input_ids) for prompt in [*made, *first]} == {131_072}
+    assert {len(prompt.input_ids) for prompt in [*prompts, *first]} == {131_072}
     assert {prompt.task for prompt in first} == {"facts", "prose"} == {*config.held_out_tasks}
     # Of questions that share a context one is enough.
     contexts = {prompt.context: prompt for prompt in first}.values()

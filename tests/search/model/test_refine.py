@@ -26,22 +26,22 @@ def task(name: str, loss: float, *, answers: int = 0) -> ContextLoss:
     return ContextLoss(task=name, digest=name, kl=loss, answers=answers, tokens=answers)
 
 
-def predicted(known: CostCurves, allocation: Allocation) -> dict[str, float]:
-    losses = known.curves[allocation.tail].losses()
+def predicted(curves: CostCurves, allocation: Allocation) -> dict[str, float]:
+    losses = curves.curves[allocation.tail].losses()
     return {kind: float(np.nansum(allocation.pick(loss))) for kind, loss in losses.items()}
 
 
-def refined(known: CostCurves, total: float) -> tuple[Allocation, FormulaRun]:
-    """Refine where text and answers lose what the curves say, each by its own factor."""
+def refined(curves: CostCurves, total: float) -> tuple[Allocation, FormulaRun]:
+    """Refine with losses of text and answers at separate factors times the curves."""
 
     def formula(calibration: Any, allocation: Allocation, numbers: Any) -> list[ContextLoss]:
-        losses = predicted(known, allocation)
+        losses = predicted(curves, allocation)
         return [
             task("prose", TEXT * losses["text"]),
             task("kv", ANSWER * losses["answer"], answers=3),
         ]
 
-    run = FormulaRun(formula, heads=known, budget=total)
+    run = FormulaRun(formula, heads=curves, budget=total)
     return refine(cast(Any, run), cast(Any, None)), run
 
 
@@ -64,8 +64,8 @@ def test_balance_two_kinds_returns_ratio_of_run_to_curves():
 
 def test_balance_one_kind_returns_none():
     curves = {tail: replace(each, asked=0) for tail, each in FEW.curves.items()}
-    known = replace(FEW, curves=curves)
-    losses = known.predicted_by_kind(known.allocate(TOTAL, 64))
+    text_only = replace(FEW, curves=curves)
+    losses = text_only.predicted_by_kind(text_only.allocate(TOTAL, 64))
     assert balance(losses, loss_by_kind([task("prose", 1.0)])) is None
 
 

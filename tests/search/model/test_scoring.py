@@ -75,7 +75,7 @@ def direct(
     sizes = stream._sizes[whole.layer][:length].double()
     names = ("change", "squared", "size", "recall", "first_order", "fisher", "tiles")
     candidates = with_a_threshold(length)
-    found = {name: np.empty((heads, len(candidates))) for name in names}
+    scores = {name: np.empty((heads, len(candidates))) for name in names}
     for c, pattern in enumerate(candidates):
         index = LayerPlan([pattern] * heads, groups, dense_tail=tail).build(q, k, scale=whole.scale)
         skipped = torch.zeros(1, heads, dtype=torch.int32)
@@ -94,14 +94,14 @@ def direct(
         lost = (change * by_out).sum(-1)
         for head in range(heads):
             written = rest[head] @ weight[:, head * dim : (head + 1) * dim].T
-            found["change"][head, c] = (written.square().sum(-1) / sizes).sum()
-        found["squared"][:, c] = change.square().sum((1, 2))
-        found["size"][:, c] = dense.square().sum((1, 2))
-        found["recall"][:, c] = (kept - every).exp().sum(-1)
-        found["first_order"][:, c] = lost.sum(-1)
-        found["fisher"][:, c] = lost.square().sum(-1) / 2
-        found["tiles"][:, c] = index.computed_tiles()[0] - skipped[0] / 2
-    return found
+            scores["change"][head, c] = (written.square().sum(-1) / sizes).sum()
+        scores["squared"][:, c] = change.square().sum((1, 2))
+        scores["size"][:, c] = dense.square().sum((1, 2))
+        scores["recall"][:, c] = (kept - every).exp().sum(-1)
+        scores["first_order"][:, c] = lost.sum(-1)
+        scores["fisher"][:, c] = lost.square().sum(-1) / 2
+        scores["tiles"][:, c] = index.computed_tiles()[0] - skipped[0] / 2
+    return scores
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,8 @@ def direct(
         ("GptOss", 333, 340),
     ),
 )
-def test_with_every_tile_scores_are_those_of_each_candidate_alone(
-    family, every_tile, length, total
-):
-    """Lengths are no multiples of a tile, and turns and answers follow the context."""
+def test_scores_with_every_tile_equal_each_candidate_alone(family, every_tile, length, total):
+    """Lengths are no multiples of a tile, and chat turns and answers follow the context."""
     model = tiny_model(family)
     layers = []
     look_at_themselves(model)
@@ -123,10 +121,10 @@ def test_with_every_tile_scores_are_those_of_each_candidate_alone(
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
         layers.append(layer.inputs.layer)
         assert (layer.inputs.sinks is None) == (family == "Llama")
-        found = score_layer(
+        result = score_layer(
             layer, stream, with_a_threshold(length), length=length, tails=TAILS, seed=0
         )
-        for tail, scores in found.items():
+        for tail, scores in result.items():
             for name, expected in direct(model, layer, stream, length, tail).items():
                 near = 1e-6 * max(1.0, float(np.abs(expected).max()))
                 np.testing.assert_allclose(
@@ -141,7 +139,7 @@ def test_with_every_tile_scores_are_those_of_each_candidate_alone(
     assert layers == ([1, 0] if family == "Llama" else [1])
 
 
-def test_without_gradients_only_what_needs_them_is_missing(model, every_tile):
+def test_scores_without_gradients_omit_only_gradient_terms(model, every_tile):
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
         one, none = (
             score_layer(layer, stream, CANDIDATES, length=200, tails=TAILS, seed=0, gradients=g)[0]
@@ -154,7 +152,7 @@ def test_without_gradients_only_what_needs_them_is_missing(model, every_tile):
     scores_of(model, 200, visit)
 
 
-def test_estimates_are_unbiased_and_the_same_for_a_seed(model, monkeypatch):
+def test_estimates_are_unbiased_and_deterministic_per_seed(model, monkeypatch):
     length = 700
     names = ("change", "squared", "recall", "first_order", "fisher")
 
@@ -170,11 +168,11 @@ def test_estimates_are_unbiased_and_the_same_for_a_seed(model, monkeypatch):
             patch.setattr(sampled_tiles, "_LEAST", 10_000)
             expected = scored(layer, stream, 0)
         monkeypatch.setattr(sampled_tiles, "_LEAST", 3)
-        found = [scored(layer, stream, seed) for seed in range(40)]
+        estimates = [scored(layer, stream, seed) for seed in range(40)]
         again = scored(layer, stream, 0)
         for name in names:
-            values = np.stack([getattr(one, name) for one in found])
-            error = values.std(0, ddof=1) / len(found) ** 0.5
+            values = np.stack([getattr(one, name) for one in estimates])
+            error = values.std(0, ddof=1) / len(estimates) ** 0.5
             assert (np.abs(values.mean(0) - getattr(expected, name)) <= 4.5 * error + 1e-9).all(), (
                 name
             )
@@ -186,24 +184,24 @@ def test_estimates_are_unbiased_and_the_same_for_a_seed(model, monkeypatch):
 @pytest.mark.parametrize(
     "length, tails", [(4096, (0, 64)), (4100, (0, 64, 256)), (130, (0,)), (200, (256,))]
 )
-def test_tiles_are_one_of_each_stretch_and_of_each_tail(length, tails):
+def test_tiles_are_sampled_from_each_segment_and_tail(length, tails):
     by_out: Tensor = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
-    found = sampled(by_out, length, tails, 3)
+    samples = sampled(by_out, length, tails, 3)
     n = num_tiles(length)
-    rows = found.rows.tolist()
-    assert rows == sorted(set(rows)) and (found.weights >= 1 - 1e-9).all()
+    rows = samples.rows.tolist()
+    assert rows == sorted(set(rows)) and (samples.weights >= 1 - 1e-9).all()
     assert min(n, 16) <= len(rows) <= 16 + len(tails)
-    # What one tail holds beyond a shorter one is drawn from by itself.
+    # The rows that a tail adds to a shorter one are sampled separately.
     bounds = sorted({n, *(max(0, length - tail) // TILE for tail in tails if tail)})
     for first, last in pairwise(bounds):
         assert any(first <= row < last for row in rows)
     again = sampled(by_out, length, tails, 3)
-    assert torch.equal(again.rows, found.rows) and torch.equal(again.weights, found.weights)
+    assert torch.equal(again.rows, samples.rows) and torch.equal(again.weights, samples.weights)
     if n > 16:
-        assert not torch.equal(sampled(by_out, length, tails, 4).rows, found.rows)
+        assert not torch.equal(sampled(by_out, length, tails, 4).rows, samples.rows)
 
 
-def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often():
+def test_weights_sum_to_all_tiles_and_favor_large_gradients():
     length = 64 * 160
     n = 160
     by_out = torch.full((1, 1, length, 4), 0.01)
@@ -222,8 +220,8 @@ def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often():
     ("layers", "count"),
     [((6,), 1), ((6,), 3), ((6,) * 3, 2), ((6,) * 4, 5), ((6,) * 7, 3), ((1, 6, 4), 2), ((), 1)],
 )
-def test_ranks_deal_prompts_and_the_layers_of_those_that_are_left(layers, count):
-    """Of each prompt so many layers: an interrupted search has scored the others, from the last."""
+def test_ranks_divide_prompts_and_remaining_layers(layers, count):
+    """`layers` are those left per prompt: an interrupted search scored the last ones already."""
     units = [(number, layer) for number, left in enumerate(layers) for layer in range(left)]
     shares = [Ranks(rank, count).deal(units, lambda unit: unit[0]) for rank in range(count)]
     assert sorted(unit for share in shares for unit in share) == units

@@ -48,7 +48,7 @@ LIMITS = ("max_kl", "max_perplexity", "max_nll")
 
 
 def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[str]:
-    told = {
+    values = {
         "model": str(model),
         "out": str(at),
         "length": str(LENGTH),
@@ -62,7 +62,7 @@ def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[st
         **changes,
     }
     words = ["--no-picture", *more]
-    for name, value in told.items():
+    for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
         if name == "task":
             words += [word for task in value.split() for word in (flag, task)]
@@ -81,7 +81,7 @@ def ledger_of(out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def found(tiny_model, tmp_path_factory):
-    """The artifact of a search, not to be written to; beside its folder its ledger and report."""
+    """Read-only artifact of a search; its resume file and report are next to its folder."""
     folder = tmp_path_factory.mktemp("found")
     out = folder / "out" / "cfg.yaml"
     out.parent.mkdir()
@@ -91,11 +91,11 @@ def found(tiny_model, tmp_path_factory):
         shutil.copytree(ledger.folder, folder / "units")
         remove(ledger)
 
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
         patch.setattr(Ledger, "remove", kept)
         assert main(["search", *options(tiny_model, out)]) == 0
-    (folder / "report.txt").write_text(said.getvalue())
+    (folder / "report.txt").write_text(output.getvalue())
     return out
 
 
@@ -113,7 +113,7 @@ def small(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def out(found, tmp_path):
-    """A file to write; a search goes on from what the one of `found` had finished."""
+    """Output file of a search that resumes from the jobs that `found` finished."""
     out = tmp_path / "cfg.yaml"
     shutil.copytree(found.parents[1] / "units", ledger_of(out))
     return out
@@ -133,7 +133,7 @@ def scored(monkeypatch):
     return layers
 
 
-def test_it_writes_a_valid_pair_and_nothing_else(found):
+def test_search_writes_a_valid_pair_and_nothing_else(found):
     artifact = artifacts.load(found)
     assert artifact.sidecar is not None and artifact.search is not None
     assert {path.name for path in found.parent.iterdir()} == {"cfg.yaml", artifact.sidecar.file}
@@ -144,23 +144,23 @@ def test_it_writes_a_valid_pair_and_nothing_else(found):
     assert artifact.prefill.dense_below == LENGTH // 2
 
 
-def test_the_report_says_what_was_found_and_what_to_type_next(found, tiny_model):
-    said = (found.parents[1] / "report.txt").read_text()
-    assert "patterns for 18 heads" in said and "counted and not timed" in said
-    assert "held-out prompts against dense attention:" in said
+def test_report_shows_result_and_next_command(found, tiny_model):
+    report = (found.parents[1] / "report.txt").read_text()
+    assert "patterns for 18 heads" in report and "counted and not timed" in report
+    assert "held-out prompts against dense attention:" in report
     passkey, prose = artifacts.load(found).evidence.tasks
-    assert f"passkey {'':18} KL {passkey.kl:.4f}" in said
-    assert f"accuracy dense 0.00, artifact 0.00 of {passkey.answers} questions" in said
-    assert f"perplexity {prose.perplexity_ratio - 1:+.2%}" in said
-    assert said.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
+    assert f"passkey {'':18} KL {passkey.kl:.4f}" in report
+    assert f"accuracy dense 0.00, artifact 0.00 of {passkey.answers} questions" in report
+    assert f"perplexity {prose.perplexity_ratio - 1:+.2%}" in report
+    assert report.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
 
 
-def test_budget_has_the_same_words_in_report_page_and_map(found, capsys):
+def test_budget_wording_is_equal_in_report_page_and_map(found, capsys):
     artifact, arrays = artifacts.load_pair(found)
     search = artifact.search
     front = artifact.prefill.front
     assert search.budget == "0.65"
-    # What the gate spent, and what is in the front and in the sidecar.
+    # The budget that the gate spent equals that of the front and the sidecar.
     served = float(arrays["chosen.flops"].sum()) / front.dense_cost
     assert search.spent == pytest.approx(served, abs=1e-4) and search.spent <= 0.65
     spending = f"budget asked 0.65, spent {search.spent:.3f} of dense attention's operations"
@@ -173,7 +173,7 @@ def test_budget_has_the_same_words_in_report_page_and_map(found, capsys):
         assert spending in text and density in text
 
 
-def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found):
+def test_front_is_ascending_and_selection_is_within_budget(found):
     artifact, arrays = artifacts.load_pair(found)
     front = artifact.prefill.front
     assert front is not None and len(front.points) > 1 and front.measured_on == "held_out"
@@ -188,7 +188,7 @@ def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found):
     )
 
 
-def test_evidence_is_what_held_out_prompts_say(found, tiny_model):
+def test_evidence_equals_held_out_measurement(found, tiny_model):
     artifact, arrays = artifacts.load_pair(found)
     loaded = load_model(str(tiny_model), dtype="float32")
     sizes: dict[str, Any] = {"length": LENGTH, "samples": 1, "seed": 0}
@@ -211,7 +211,7 @@ def test_evidence_is_what_held_out_prompts_say(found, tiny_model):
             assert figures.nll_rise == pytest.approx(task.nll_rise, rel=1e-4)
             assert (figures.perplexity_ratio, figures.answers) == (None, task.answers)
             assert (figures.dense_right, figures.lost) == (task.dense_right, task.lost)
-    # What was seen is known by its tokens: calibration and what the gate looked at.
+    # Prompts used by calibration and the gate are identified by their tokens.
     seen = Seen.by([arrays])
     assert all(map(seen.overlaps, [*calibration, *prompts]))
     # Scores are estimates from some tiles; at this length all are taken.
@@ -219,7 +219,7 @@ def test_evidence_is_what_held_out_prompts_say(found, tiny_model):
     np.testing.assert_allclose(arrays["chosen.error"], np.mean(errors, 0), rtol=2e-3, atol=1e-5)
 
 
-def test_points_of_the_front_are_served(found, tiny_model):
+def test_front_points_can_be_applied(found, tiny_model):
     loaded = load_model(str(tiny_model), dtype="float32")
     front = artifacts.load(found).prefill.front
     assert front is not None
@@ -234,10 +234,10 @@ def test_points_of_the_front_are_served(found, tiny_model):
 
 
 @pytest.mark.parametrize("sets", [2, 1])
-def test_prompts_that_raise_the_budget_are_held_out_only_where_others_report(
+def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
     sets, found, tiny_model, out, monkeypatch, capsys
 ):
-    """A text may be too short for a second set."""
+    """A text may be too short for a second set of prompts."""
     # The first held-out prompts fail, and from there on all pass.
     verdicts = iter(["prose: too much is lost"])
     monkeypatch.setattr(Limits, "violation", lambda self, tasks: next(verdicts, None))
@@ -251,14 +251,14 @@ def test_prompts_that_raise_the_budget_are_held_out_only_where_others_report(
     assert 0 < chosen_on.prompts < reported_on.prompts == before.prompts
     assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
     assert (reported_on.sha256 == before.sha256) == (sets == 1)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     if sets == 1:
         assert chosen_on.name == reported_on.name == "by which the budget was raised"
         assert artifact.prefill.front.measured_on == "calibration"
-        assert "held-out prompts" not in said and f"prompts {reported_on.name}" in said
+        assert "held-out prompts" not in output and f"prompts {reported_on.name}" in output
     else:
         assert (reported_on.name, artifact.prefill.front.measured_on) == ("held-out", "held_out")
-        assert "held-out prompts (others raised the budget)" in said
+        assert "held-out prompts (others raised the budget)" in output
 
 
 @dataclass
@@ -269,7 +269,7 @@ class Clock:
     candidates take 0.1 ms.
 
     sdpa: by torch, relative to dense. first_token: times as fast as dense attention to the first
-    token, round by round, over and over. attention: what was timed of it, as (tokens, names,
+    token, round by round, over and over. attention: its timed calls, as (tokens, names,
     whether one turn is not counted). prefills: the ways of each round."""
 
     dense: float = 1e-3
@@ -320,10 +320,8 @@ def last_block(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.split("\n\n")[-1].splitlines()
 
 
-def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
-    tiny_model, out, clock, capsys
-):
-    """Dense attention takes ten times as long as patterns, and a whole prefill twice as long."""
+def test_seconds_cost_times_candidates_and_the_result(tiny_model, out, clock, capsys):
+    """Dense attention takes ten times as long as patterns, and a full prefill twice as long."""
     assert main(["search", *options(tiny_model, out, **TIMED)]) == 0
     artifact = artifacts.load(out)
     assert artifact.search is not None and artifact.search.cost.unit == "seconds"
@@ -335,21 +333,21 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
     assert [one.value for one in attention] == pytest.approx([3e-4] * 3)
     by_baseline = {one.baseline_name: one for one in attention}
     assert by_baseline["dense attention by sdpa"].baseline == pytest.approx(3e-3)
-    # Three budgets, and of all kinds some, on each layer; then what was found, and that on half the
+    # Three budgets, and some of every kind, on each layer; then the result, also on half the
     # prompt.
     costs = clock.attention[:3]
-    chosen = clock.attention[3:]
+    timed = clock.attention[3:]
     kinds = {name.partition("(")[0] for name in costs[0][1]}
     patterns = {"AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense"}
     assert kinds == {"0", "1", "2", ANCHOR} | patterns
-    # More queries' estimates are added to these times, so none that looks at more is among them.
+    # Estimates of more queries are added to these times, so none of them uses more queries.
     assert not any("last_q=256" in name for name in costs[0][1])
-    assert [names for _, names, _ in chosen[:2]] == [["chosen", ANCHOR, SDPA]] * 2
-    assert [tokens for tokens, _, _ in chosen] == [LENGTH // 2, LENGTH] * 3
+    assert [names for _, names, _ in timed[:2]] == [["chosen", ANCHOR, SDPA]] * 2
+    assert [tokens for tokens, _, _ in timed] == [LENGTH // 2, LENGTH] * 3
     # One turn is not counted where each length is timed first.
     warm_ups = [first for _, _, first in clock.attention]
     assert warm_ups == [True, False, False, True, True, *[False] * 4]
-    # Against the fastest dense baseline alone, in turn.
+    # Only against the fastest dense baseline, interleaved.
     assert clock.prefills == [[KERNEL, HEADWISE]] * 6
     block = last_block(capsys)
     assert block[0].startswith(
@@ -373,10 +371,10 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
         ),
     ],
 )
-def test_what_is_not_worth_serving_is_written_only_where_that_is_asked_for(
+def test_search_without_speedup_writes_only_on_request(
     attention, first_token, says, tiny_model, out, clock, capsys
 ):
-    """Too little is gained in attention, or the whole prefill is slower for all of it."""
+    """Attention gains too little, or the full prefill is slower despite the gain."""
     clock.sparse = clock.dense / attention
     clock.first_token = first_token
     keep = attention == 10
@@ -395,7 +393,7 @@ def test_what_is_not_worth_serving_is_written_only_where_that_is_asked_for(
 def test_search_with_gain_within_noise_is_written_and_exits_3(
     first_token, tiny_model, out, clock, capsys
 ):
-    """Neither a median above 1 nor one below decides where the rounds disagree."""
+    """If the rounds disagree, no median decides, above or below 1."""
     clock.first_token = first_token
     assert main(["search", *options(tiny_model, out, **TIMED)]) == 3
     block = last_block(capsys)
@@ -412,7 +410,7 @@ def test_search_with_gain_within_noise_exits_0_with_keep(tiny_model, out, clock,
     assert last_block(capsys)[0].startswith("not proven faster: ")
 
 
-def test_sdpa_that_is_slower_on_half_the_prompt_is_not_timed_on_all(tiny_model, out, clock, capsys):
+def test_sdpa_slower_on_half_the_prompt_is_not_timed_on_all(tiny_model, out, clock, capsys):
     clock.sdpa = 2.0
     assert main(["search", *options(tiny_model, out, **TIMED)]) == 0
     timed = [(tokens, SDPA in names) for tokens, names, _ in clock.attention[3:]]
@@ -437,13 +435,11 @@ def test_sdpa_that_is_slower_on_half_the_prompt_is_not_timed_on_all(tiny_model, 
         (6, 6.0, 100.0, False),
     ],
 )
-def test_rounds_of_whole_prefills_are_three_and_more_within_the_limit(
-    done, seconds, limit, another
-):
+def test_prefill_rounds_are_three_or_more_within_the_limit(done, seconds, limit, another):
     assert another_round(done, seconds, limit) == another
 
 
-def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
+def test_search_without_gain_suggests_longer_prompt_and_leaves_old_file(
     found, tiny_model, out, clock, capsys
 ):
     artifact, arrays = artifacts.load_pair(found)
@@ -460,7 +456,7 @@ def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
     assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
 
 
-def test_by_flops_it_is_the_count_that_decides(tiny_model, out, capsys):
+def test_flops_cost_decides_by_count(tiny_model, out, capsys):
     assert main(["search", *options(tiny_model, out, budget="0.99")]) == 3
     says = (
         r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not "
@@ -474,9 +470,7 @@ def interrupted(*args: Any, **kwargs: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
-    tiny_model, out, clock, monkeypatch
-):
+def test_resumed_search_reuses_timings(tiny_model, out, clock, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("search.model.record.save_searched", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -487,16 +481,16 @@ def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
 
 
 @pytest.mark.parametrize("after", sampled([2, 4, 6], 4))
-def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
+def test_search_interrupted_anywhere_resumes_with_the_same_result(
     small, tiny_model, tmp_path, after, monkeypatch
 ):
     out = tmp_path / "cfg.yaml"
     put: list[Path] = []
-    most = [after]
+    limits = [after]
     real = Ledger.put
 
     def counted(self: Ledger, unit: Any, value: Any) -> Any:
-        if len(put) in most:
+        if len(put) in limits:
             raise KeyboardInterrupt
         put.append(self.folder / f"{unit.key}.unit")
         return real(self, unit, value)
@@ -506,25 +500,25 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
         main(["search", *options(tiny_model, out, **SMALL)])
     before = set(put)
     assert set(ledger_of(out).glob("*.unit")) == before and not out.exists()
-    most.clear()
+    limits.clear()
     assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
     assert not before & set(put[after:]) and content(out) == content(small)
     assert not ledger_of(out).exists()
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_finds_the_same(small, tiny_model, tmp_path):
+def test_search_result_is_independent_of_rank_count(small, tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
     words = options(tiny_model, out, **SMALL)
-    code, _, said = Process("headwise", "search", *words, ranks=2).finish()
-    assert code == 0, said
+    code, _, output = Process("headwise", "search", *words, ranks=2).finish()
+    assert code == 0, output
     assert content(out) == content(small) and not ledger_of(out).exists()
     sidecars = [path.with_name(artifacts.load(path).sidecar.file) for path in (out, small)]
     assert sidecars[0].read_bytes() == sidecars[1].read_bytes()
 
 
-def test_times_are_those_of_this_machine_and_this_budget(tiny_model, out, monkeypatch):
-    """Times of another budget, or of other threads, are not used by the search that goes on."""
+def test_resumed_search_ignores_timings_of_other_machine_or_budget(tiny_model, out, monkeypatch):
+    """A resumed search does not use times of another budget or thread count."""
     taken: list[int] = []
     real = timed_costs._time
     times: list[Any] = []
@@ -552,7 +546,7 @@ def test_times_are_those_of_this_machine_and_this_budget(tiny_model, out, monkey
     assert len(taken) == 3
 
 
-def test_another_budget_goes_on_from_the_curves_of_one_that_failed(
+def test_search_with_another_budget_reuses_curves_of_a_failed_one(
     tiny_model, out, scored, monkeypatch
 ):
     def fails(*args: Any) -> Any:
@@ -593,7 +587,7 @@ def test_search_with_storage_records_each_measured_allocation(tiny_model, out):
     assert {trial.state.name for trial in study.trials} == {"COMPLETE"}
     measured = {trial.user_attrs["flops"] for trial in study.trials[2:]}
     assert {point.cost for point in points} <= measured
-    # The accepted allocation: losses by task, its cost, and what the artifact has of it.
+    # The accepted allocation: losses by task and cost, equal to those of the artifact.
     accepted = study.trials[1]
     passkey, prose = artifact.evidence.tasks
     losses = [passkey.kl + max(0.0, passkey.nll_rise), prose.kl]
@@ -607,7 +601,7 @@ def test_search_with_storage_records_each_measured_allocation(tiny_model, out):
     assert attributes["flops"] == pytest.approx(float(arrays["chosen.flops"].sum()), rel=1e-5)
     # The dashboard's Pareto front, and the importance of each parameter.
     assert study.best_trials
-    importance = optuna.importance.get_param_importances(study, target=lambda one: one.values[1])
+    importance = optuna.importance.get_param_importances(study, target=lambda t: t.values[1])
     assert "cost" in importance
 
 
@@ -630,10 +624,10 @@ def test_search_with_storage_records_seconds_and_a_failed_set_without_values(
     assert passed.user_attrs["seconds"] > 0 and passed.values[2] == pytest.approx(spent, abs=1e-4)
 
 
-def test_search_with_storage_in_calibration_of_other_tasks_keeps_their_losses(
+def test_search_with_storage_records_losses_of_other_calibration_tasks(
     tiny_model, out, monkeypatch
 ):
-    """Losses of tasks that no held-out prompt asks for are no values of the study."""
+    """Losses of tasks without held-out prompts are not values of the study."""
     import optuna
 
     url = f"sqlite:///{out.parent}/study.db"
@@ -642,12 +636,12 @@ def test_search_with_storage_in_calibration_of_other_tasks_keeps_their_losses(
     assert main(["search", *options(tiny_model, out, "--fresh", storage=url, **SMALL)]) == 0
     study = optuna.load_study(study_name="cfg", storage=url)
     assert study.metric_names == ["prose", "cost"]
-    calibration, *others = study.trials
+    calibration, *trials = study.trials
     assert calibration.values is None and calibration.user_attrs["passkey"] > 0
-    assert all(len(trial.values) == 2 for trial in others)
+    assert all(len(trial.values) == 2 for trial in trials)
 
 
-def test_layers_that_come_in_one_at_a_time_give_the_same(small, tiny_model, tmp_path):
+def test_search_with_layer_streaming_returns_the_same_result(small, tiny_model, tmp_path):
     def load(bytes_: int | None) -> Any:
         return load_model(str(tiny_model), dtype="float32", max_memory=bytes_).model
 
@@ -663,12 +657,12 @@ def test_layers_that_come_in_one_at_a_time_give_the_same(small, tiny_model, tmp_
         load(1000)
 
 
-def test_fresh_discards_what_is_there(found, tiny_model, out, scored):
+def test_fresh_discards_earlier_results(found, tiny_model, out, scored):
     assert main(["search", *options(tiny_model, out, "--fresh", **SMALL)]) == 0
     assert len(scored) == 3 and content(out) != content(found)
 
 
-def test_tasks_twice_are_one_search(tiny_model, tmp_path, scored, monkeypatch):
+def test_duplicate_tasks_share_one_search(tiny_model, tmp_path, scored, monkeypatch):
     out = tmp_path / "cfg.yaml"
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "remove", lambda self: None)
@@ -680,7 +674,7 @@ def test_tasks_twice_are_one_search(tiny_model, tmp_path, scored, monkeypatch):
     assert artifact.prefill.length == artifact.search.calibration.length
 
 
-def test_without_gradients_it_goes_by_the_change_and_says_so(
+def test_search_without_gradients_uses_output_change_and_reports_it(
     tiny_model, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("profiling.inside.gradients._head_of", lambda model, ids: None)
@@ -694,7 +688,7 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
     np.testing.assert_allclose(arrays["chosen.objective"], arrays["chosen.change"], rtol=1e-5)
 
 
-def test_a_model_that_only_slides_has_nothing_to_search(tmp_path):
+def test_search_of_sliding_window_model_is_rejected(tmp_path):
     sizes = {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
     model = save_tiny(tmp_path / "m", family="Gemma3", config="Gemma3Text", **sizes)
     with pytest.raises(HeadwiseError, match=r"no layer of .* sees every token: nothing to search"):
@@ -702,13 +696,13 @@ def test_a_model_that_only_slides_has_nothing_to_search(tmp_path):
     assert not list(tmp_path.glob("cfg*"))
 
 
-def test_without_a_budget_there_is_always_one():
+def test_spendable_budget_exceeds_cheapest_candidates():
     heads = heads_of(0, heads=4, candidates=8)
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)
-    least = min(map(heads.least, heads.curves))
+    minimum = min(map(heads.least, heads.curves))
     total, why = spendable(heads, 0.25, is_explicit=False, length=128)
-    assert least < total < heads.total(1.0) and total == pytest.approx(
-        least + 0.25 * (heads.total(1.0) - least)
+    assert minimum < total < heads.total(1.0) and total == pytest.approx(
+        minimum + 0.25 * (heads.total(1.0) - minimum)
     )
     assert why is not None and why.startswith("the cheapest candidates cost 0.")
