@@ -117,8 +117,8 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
         raise
 
 
-def read_regular(path: Path, most: int, what: str) -> bytes:
-    """Read a regular file of at most `most` bytes; `what` names it in the error.
+def read_regular(path: Path, max_bytes: int, what: str) -> bytes:
+    """Read a regular file of at most `max_bytes` bytes; `what` names it in the error.
 
     Raises:
         ArtifactError: the file does not exist, cannot be read, is not regular, or is too large; the
@@ -127,13 +127,13 @@ def read_regular(path: Path, most: int, what: str) -> bytes:
     shown = one_line(str(path))
     try:
         with open_regular(path) as file:
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise ArtifactError(f"{shown}: no such file") from None
     except OSError as error:
         raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
-    if len(data) > most:
-        raise ArtifactError(f"{shown}: has more than {most} bytes, too large for {what}")
+    if len(data) > max_bytes:
+        raise ArtifactError(f"{shown}: has more than {max_bytes} bytes, too large for {what}")
     return data
 
 

@@ -71,7 +71,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "diff": ("artifacts.commands.diff", "what changed from one to another"),
         "convert": ("artifacts.commands.convert", "other tools' files of head patterns, both ways"),
         "schema": ("artifacts.commands.schema", "the JSON Schema, with what every field means"),
-        "sign": ("artifacts.commands.sign", "a signature beside an artifact"),
+        "sign": ("artifacts.commands.sign", "a signature file next to an artifact"),
         "verify": ("artifacts.commands.verify", "whether it is from whom it should be"),
     },
 }

@@ -46,11 +46,11 @@ def search(
     """
     from artifacts.cli.options import config_by_name
     from profiling.models.device import device_of, dtype_of
-    from profiling.models.given import given_model
+    from profiling.models.preloaded import preloaded_model
     from search.model.config import ModelSearch
     from search.model.search import run
 
-    with given_model(model, tokenizer, name=name, revision=revision) as loaded:
+    with preloaded_model(model, tokenizer, name=name, revision=revision) as loaded:
         config = config_by_name(
             ModelSearch,
             options,
@@ -95,10 +95,10 @@ def gate(
     """
     from artifacts.cli.options import config_by_name
     from profiling.models.device import device_of, dtype_of
-    from profiling.models.given import given_model
+    from profiling.models.preloaded import preloaded_model
     from search.gate import Config, measure
 
-    with given_model(model, tokenizer, name=name, revision=revision) as loaded:
+    with preloaded_model(model, tokenizer, name=name, revision=revision) as loaded:
         config = config_by_name(
             Config,
             options,
@@ -146,10 +146,10 @@ def evaluate(
     from profiling.evaluation.config import Config
     from profiling.evaluation.run import run
     from profiling.models.device import device_of, dtype_of
-    from profiling.models.given import given_model
+    from profiling.models.preloaded import preloaded_model
 
     artifacts = [artifact] if isinstance(artifact, str | Path) else artifact
-    with given_model(model, tokenizer, name=name, revision=revision) as loaded:
+    with preloaded_model(model, tokenizer, name=name, revision=revision) as loaded:
         config = config_by_name(
             Config,
             options,

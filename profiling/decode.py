@@ -20,7 +20,7 @@ from profiling.decoding.config import Comparison
 
 
 class Config(Comparison):
-    """The comparison, where its record goes, and whether it starts anew."""
+    """Comparison, the file of its record, and whether to discard the resume file."""
 
     as_json: Json = None
     fresh: Fresh = False

@@ -1,9 +1,8 @@
 """headwise evaluate: accuracy and speed of artifacts vs dense attention and other methods.
 
 The first artifact is the row `headwise`, each further one a row by the name of its file. Every
-prompt under every method is a file of a ledger in the report's folder: a killed run goes on where
-it was, and methods, tasks, lengths and samples can be added later without running again what is
-there.
+prompt under every method has a resume file in the report's folder. Rerun a killed command to
+resume, or add methods, tasks, lengths and samples later; finished prompts are not repeated.
 
 headwise evaluate cfg.yaml --model smollm2 --length 4096 8192 --text book.txt --out report/
 headwise evaluate cfg.yaml other.yaml --model smollm2 --quick --out report/

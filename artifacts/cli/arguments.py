@@ -61,7 +61,7 @@ Json = Annotated[
     ),
 ]
 """--json [FILE]: None, STDOUT or a writable file; without .json use `--json=FILE`."""
-Fresh = Annotated[bool, Arg("discard what an interrupted run left")]
+Fresh = Annotated[bool, Arg("discard the resume file of an interrupted run")]
 """--fresh, for a command that resumes an interrupted run."""
 Backend = Annotated[
     str, Arg("attention backend (default: the fastest that serves)", group=ADVANCED)

@@ -56,7 +56,7 @@ class Arg:
         either: name of a set of arguments of which exactly one is required.
         choices: allowed texts that are not in the type.
         nargs: as in argparse; None: by the type.
-        repeat: True if several values are given by repeating the option.
+        repeat: True if the option is repeated for several values.
         both: True for --name and --no-name.
     """
 
@@ -150,11 +150,11 @@ def argument(field: FieldInfo) -> Arg | None:
     declared = [each for each in _metadata_of(field) if isinstance(each, Arg)]
     if not declared:
         return None
-    given: dict[str, Any] = {}
-    for each in declared:
-        values = {item.name: getattr(each, item.name) for item in fields(each)}
-        given |= {name: value for name, value in values.items() if value is not None}
-    return Arg(**given)
+    merged: dict[str, Any] = {}
+    for arg in declared:
+        values = {item.name: getattr(arg, item.name) for item in fields(arg)}
+        merged |= {name: value for name, value in values.items() if value is not None}
+    return Arg(**merged)
 
 
 def _metadata_of(field: FieldInfo) -> Iterator[Any]:
@@ -199,7 +199,11 @@ def build(config: type[C], options: Mapping[str, Any]) -> C:
     values = dict(options)
     for name, field in config.model_fields.items():
         if (part := nested(field)) is not None:
-            own = {each: values.pop(each) for each in part.model_fields if each in values}
+            own = {
+                field_name: values.pop(field_name)
+                for field_name in part.model_fields
+                if field_name in values
+            }
             values[name] = part(**own)
     return config(**values)
 
@@ -216,10 +220,10 @@ def config_by_name(config: type[C], options: Mapping[str, Any], /, **fixed: Any)
     Raises:
         HeadwiseError: an option is unknown, or its value is wrong.
     """
-    known = [name for name in option_fields(config) if name not in fixed]
+    allowed = [name for name in option_fields(config) if name not in fixed]
     for name in options:
-        if name not in known:
-            raise HeadwiseError(f"unknown option {name!r}; known: {', '.join(known)}")
+        if name not in allowed:
+            raise HeadwiseError(f"unknown option {name!r}; known: {', '.join(allowed)}")
     return build(config, {**options, **fixed})
 
 
@@ -235,8 +239,8 @@ def option_fields(config: type[CommandConfig]) -> dict[str, FieldInfo]:
 
 
 def _explain(config: type[CommandConfig], error: ValidationError) -> str:
-    """Format pydantic's error as one line: the option, what is allowed, and the value."""
-    first, *others = error.errors(include_url=False)
+    """Format pydantic's error as one line: the option, the allowed values, and the value."""
+    first, *rest = error.errors(include_url=False)
     if isinstance(cause := first.get("ctx", {}).get("error"), HeadwiseError):
         return str(cause)
     name = str(first["loc"][0])
@@ -245,13 +249,13 @@ def _explain(config: type[CommandConfig], error: ValidationError) -> str:
     shown = (flags(name, field) or ((argument(field) or Arg()).metavar or name,))[-1]
     if first["type"] == "missing":
         return f"{shown} is required"
-    same = [first, *(each for each in others if each["loc"][0] == name)]
+    same = [first, *(each for each in rest if each["loc"][0] == name)]
     allowed = dict.fromkeys(_allowed(field, each) for each in same)
     return f"{shown} must be {' or '.join(allowed)}, got {shorten(first['input'])}"
 
 
 def _allowed(field: FieldInfo, error: Any) -> str:
-    """Return in words what the field of an error allows."""
+    """Describe the values that the field of an error allows."""
     if error["type"] == "literal_error":
         choices = value_type(field.annotation)[0]
         return f"one of {', '.join(get_args(choices))}"
@@ -262,15 +266,15 @@ def _allowed(field: FieldInfo, error: Any) -> str:
         for bound, values in limits.items():
             if hasattr(each, bound):
                 values.append(getattr(each, bound))
-    least = max(limits["ge"], default=None)
-    most = min(limits["le"], default=None)
+    minimum = max(limits["ge"], default=None)
+    maximum = min(limits["le"], default=None)
     above = max(limits["gt"], default=None)
     below = min(limits["lt"], default=None)
-    if most == LARGEST and error["type"] != "less_than_equal":
-        most = None
+    if maximum == LARGEST and error["type"] != "less_than_equal":
+        maximum = None
     if above is not None and below is not None:
         return f"between {above} and {below}"
-    if least is not None and most is not None:
-        return f"from {least} to {most}"
-    words = {"at least": least, "above": above, "below": below, "at most": most}
+    if minimum is not None and maximum is not None:
+        return f"from {minimum} to {maximum}"
+    words = {"at least": minimum, "above": above, "below": below, "at most": maximum}
     return " and ".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)

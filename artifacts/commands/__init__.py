@@ -1,1 +1,1 @@
-"""Commands on artifacts, one module each: its docstring and EXAMPLES are the help page."""
+"""Commands on artifacts. A module's docstring and EXAMPLES are the help page of its command."""

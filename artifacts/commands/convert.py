@@ -18,7 +18,7 @@ from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.interop.formats import FORMATS, Format, guess
 from artifacts.interop.report import Report
-from artifacts.interop.shape import Given
+from artifacts.interop.shape import ImportOptions
 from artifacts.interop.source import Source
 from artifacts.store.read import read_pair
 from artifacts.store.write import save, update
@@ -39,8 +39,8 @@ The report says how many heads are the same on both sides, and what happens to t
 
 The exit status is 0, or with --strict 3 where anything is lost; then nothing is written.
 
-The model's shape comes from the file, its config.json (--config) or flags; what an import cannot
-know, such as the weights, is left open and not compared when the artifact is applied.
+The model's shape comes from the file, its config.json (--config) or flags. Other facts,
+such as a hash of the weights, are left open and not compared when the artifact is applied.
 
 examples:
   headwise convert best_pattern.json --config Llama-3-8B/config.json --out cfg.yaml
@@ -50,7 +50,7 @@ examples:
   headwise convert full_attention_heads.tsv --config Llama-3-8B --sparsity 0.5 --out kv.yaml
   headwise convert full_attention_heads.tsv --sparsity 0.5 --into cfg.yaml
 """
-_MODEL = "the model, for imports (what the file does not say)"
+_MODEL = "the model, for imports (facts missing from the file)"
 _HOW = "how an import is read"
 
 
@@ -161,7 +161,7 @@ def _import(config: Config, out: Path) -> tuple[Report, list[str]]:
     for name in ("dense_below", "dense_tail", "sinks", "window", "threshold", "sparsity"):
         if name not in form.options and getattr(config, name) is not None:
             raise ArtifactError(f"--{name.replace('_', '-')} means nothing for {source}")
-    model_options = _given(config)
+    model_options = _import_options(config)
     file = Source.read(config.file)
     with naming(config.file):
         imported = form.read(file, model_options)
@@ -179,14 +179,14 @@ def _import(config: Config, out: Path) -> tuple[Report, list[str]]:
     return report, [str(out), *sidecars]
 
 
-def _given(config: Config) -> Given:
+def _import_options(config: Config) -> ImportOptions:
     """Return the model options from the flags, and with --into from the artifact."""
-    values = {each.name: getattr(config, each.name) for each in fields(Given)}
+    values = {each.name: getattr(config, each.name) for each in fields(ImportOptions)}
     if config.into:
         model = read_pair(config.into).artifact.model
         sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
         values |= {name.removeprefix("num_"): getattr(model, name) for name in sizes}
-    return Given(**values)
+    return ImportOptions(**values)
 
 
 def _export(config: Config, out: Path, form: Format) -> tuple[Report, list[str]]:
@@ -221,4 +221,4 @@ def _measure(config: Config, form: Format, artifact: Path, flags: str | None) ->
         f"headwise convert {shlex.quote(str(config.out))} --from "
         f"{config.target} {flags} --out back.yaml"
     )
-    return f"measure what it costs with: {one_line(back)} && {run} back.yaml {options}"
+    return f"measure its cost with: {one_line(back)} && {run} back.yaml {options}"

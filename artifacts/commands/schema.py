@@ -15,8 +15,8 @@ from artifacts.store.write import SCHEMA_FILE
 EXAMPLES = f"""\
 The schema is of the fields alone. That rows and names go together, that hashes are right and that
 the YAML is the subset that artifacts use, only `validate` knows. An artifact's first line names
-the schema as {SCHEMA_FILE}: where that file lies beside it, editors with the YAML language server
-show what every field means and complete names.
+the schema as {SCHEMA_FILE}: if that file is in the same folder, editors with the YAML language
+server describe every field and complete names.
 
 examples:
   headwise schema --out .                  writes ./{SCHEMA_FILE}

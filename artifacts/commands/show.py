@@ -11,8 +11,8 @@ from artifacts.page.artifact import render
 from artifacts.store.read import read_lenient
 
 EXAMPLES = """\
-The page needs only the YAML file: a sidecar that is missing or changed is said there, in the line
-`sidecar`, and the exit status is 3.
+The page needs only the YAML file; the line `sidecar` reports a missing or changed sidecar, and
+the exit status is then 3.
 
 examples:
   headwise show cfg.yaml

@@ -13,8 +13,8 @@ from artifacts.store.write import rehash
 EXAMPLES = """\
 A file that is not whole or not valid ends with one line and exit status 2.
 
-After a change by hand --rehash writes the file anew with the right content hash. It refuses what is
-not valid. What the search found and what was measured is of the artifact before the change.
+After a change by hand, --rehash updates the content hash in the file. It refuses an invalid file.
+The search's results and the measurements remain those of the artifact before the change.
 
 examples:
   headwise validate cfg.yaml && scp cfg.yaml cfg.*.safetensors server:
@@ -27,9 +27,9 @@ class Config(CommandConfig):
     """File to check, and whether to update its hash first."""
 
     file: YamlFile
-    rehash: Annotated[
-        bool, Arg("write the file anew with the right content hash, after a change by hand")
-    ] = False
+    rehash: Annotated[bool, Arg("update the content hash in the file, after a change by hand")] = (
+        False
+    )
     as_json: Json = None
 
 

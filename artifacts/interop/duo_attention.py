@@ -35,7 +35,7 @@ from artifacts.interop.kv_heads import (
     streaming,
 )
 from artifacts.interop.report import Export, Import, Notes
-from artifacts.interop.shape import Given
+from artifacts.interop.shape import ImportOptions
 from artifacts.interop.source import Source
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.fields import MOST
@@ -50,7 +50,7 @@ _NOISE = 1e-6
 _SIZES = {"sink_size": 0, "recent_size": 1}
 
 
-def read(source: Source, given: Given) -> Import:
+def read(source: Source, options: ImportOptions) -> Import:
     """Read a table into an artifact that has a kv_cache section and no patterns.
 
     Without a threshold or a sparsity, heads with values of at least 0.5 keep everything. The
@@ -64,16 +64,16 @@ def read(source: Source, given: Given) -> Import:
     heads = [(layer, head) for layer in range(len(table)) for head in range(len(table[0]))]
     values = list(chain.from_iterable(table))
     notes = Notes()
-    if given.sparsity is None:
-        if given.threshold is None:
+    if options.sparsity is None:
+        if options.threshold is None:
             threshold = THRESHOLD
         else:
-            threshold = given.threshold
+            threshold = options.threshold
         streams = [value < threshold for value in values]
         by_chance = [threshold - _NOISE < value < threshold for value in values]
         notes.file("same", f"KV heads of {threshold:.6g} and above keep everything")
     else:
-        streams = _lowest(values, given.sparsity)
+        streams = _lowest(values, options.sparsity)
         by_chance = _drawn(values, streams)
     drawn = [at for at, chance in zip(heads, by_chance, strict=True) if chance]
     notes.heads(
@@ -86,11 +86,11 @@ def read(source: Source, given: Given) -> Import:
         "sink_size": SINKS,
         "recent_size": WINDOW,
     }
-    stream = streaming(given, sinks=config["sink_size"], window=config["recent_size"] + 1)
+    stream = streaming(options, sinks=config["sink_size"], window=config["recent_size"] + 1)
     seen = f"{stream.sinks} sinks and {stream.window} tokens"
     return import_heads(
         source,
-        given,
+        options,
         table=table,
         keep=[
             [(layer, head) in full for head in range(len(table[0]))] for layer in range(len(table))
@@ -116,7 +116,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     if config_file.exists() and _config(config_file) is None:
         with naming(config_file):
             raise ArtifactError(
-                "is there and not DuoAttention's: write the table into a folder of its own"
+                "exists and is not DuoAttention's: write the table into another folder"
             )
     policies = head_policies(artifact)
     sinks, window = _commonest_sizes(policies)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from artifacts.errors import ArtifactError, one_line
 from artifacts.interop import duo_attention, modelopt, read_heads, write_heads
 from artifacts.interop.report import Export, Import
-from artifacts.interop.shape import Given
+from artifacts.interop.shape import ImportOptions
 from artifacts.interop.source import Source
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ class Format:
 
     Attributes:
         about: description for the help.
-        options: fields of Given that `read` uses in addition to the model.
+        options: fields of ImportOptions that `read` uses in addition to the model.
         patterns: True if the format has prefill patterns of heads, for which recall is measurable.
     """
 
     about: str
     write: Write
-    read: Callable[[Source, Given], Import]
+    read: Callable[[Source, ImportOptions], Import]
     options: tuple[str, ...] = ()
     patterns: bool = False
 
@@ -54,7 +54,7 @@ FORMATS: dict[str, Format] = {
         patterns=True,
     ),
     "duo_attention": Format(
-        about="DuoAttention's full_attention_heads.tsv, its config.json beside it",
+        about="DuoAttention's full_attention_heads.tsv, next to its config.json",
         read=duo_attention.read,
         write=duo_attention.write,
         options=("sinks", "window", "threshold", "sparsity"),

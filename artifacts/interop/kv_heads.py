@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError
 from artifacts.interop.report import Import, Notes
-from artifacts.interop.shape import Given, model_shape
+from artifacts.interop.shape import ImportOptions, model_shape
 from artifacts.interop.source import Source, array
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.kv_cache import AnyPolicy, Full, KVCache, Policy, Streaming
@@ -34,12 +34,12 @@ UNIT = "KV head"
 SLIDES = "a layer that slides over its own window is full"
 
 
-def streaming(given: Given, *, sinks: int, window: int) -> Streaming:
+def streaming(options: ImportOptions, *, sinks: int, window: int) -> Streaming:
     """Make the policy of streaming heads; the user's sizes replace the default ones."""
-    if given.sinks is not None:
-        sinks = given.sinks
-    if given.window is not None:
-        window = given.window
+    if options.sinks is not None:
+        sinks = options.sinks
+    if options.window is not None:
+        window = options.window
     return Streaming(
         sinks=sinks,
         window=window,
@@ -49,7 +49,7 @@ def streaming(given: Given, *, sinks: int, window: int) -> Streaming:
 
 def import_heads(
     source: Source,
-    given: Given,
+    options: ImportOptions,
     *,
     table: Table,
     keep: Sequence[Sequence[bool]],
@@ -62,7 +62,7 @@ def import_heads(
 
     Args:
         source: imported file.
-        given: model options of the user.
+        options: model options of the user.
         table: scores of shape (layers, KV heads).
         keep: True for heads that keep everything, in the shape of the table.
         stream: policy of the other heads.
@@ -77,7 +77,7 @@ def import_heads(
 
     num_layers = len(table)
     num_kv_heads = len(table[0])
-    shape = model_shape(given, source.path, num_layers=num_layers, num_kv_heads=num_kv_heads)
+    shape = model_shape(options, source.path, num_layers=num_layers, num_kv_heads=num_kv_heads)
     if shape.model.num_layers != num_layers:
         raise ArtifactError(f"has {num_layers} layers, the model has {shape.model.num_layers}")
     stream_name = f"stream_{stream.sinks}_{stream.window}"

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from artifacts.analysis.density import LONGEST, density, mean_density
 from artifacts.errors import ArtifactError, shorten
 from artifacts.interop.report import Export, Import, Notes
-from artifacts.interop.shape import Given, model_shape
+from artifacts.interop.shape import ImportOptions, model_shape
 from artifacts.interop.source import Source, original
 from artifacts.schema.artifact import Artifact, Prefill
 from artifacts.schema.fields import LARGEST
@@ -59,7 +59,7 @@ _THERE = "there tiles of 128, by a running maximum: each skips some that the oth
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,4})(?:\.|$)")
 
 
-def read(source: Source, given: Given) -> Import:
+def read(source: Source, options: ImportOptions) -> Import:
     """Read the configuration into skip_softmax heads, uncalibrated into block_sparse heads.
 
     Raises:
@@ -69,7 +69,7 @@ def read(source: Source, given: Given) -> Import:
     group, keep_n_of_m = _parted_groups(whole.get(_KEY, whole))
     targets = _targets(group)
     ignored = _ignored(group)
-    shape = model_shape(given, source.path, own=whole, least_layers=max(ignored, default=0) + 1)
+    shape = model_shape(options, source.path, own=whole, least_layers=max(ignored, default=0) + 1)
     model = shape.model
     target = targets.get("prefill", _TARGET)
     length = min(model.max_positions, LONGEST)
@@ -100,8 +100,8 @@ def read(source: Source, given: Given) -> Import:
             "not carried over", f"of every few keys some are kept in prefill: {counts}", sparse
         )
     prefill = Prefill(
-        dense_below=given.dense_below or 0,
-        dense_tail=given.dense_tail or 0,
+        dense_below=options.dense_below or 0,
+        dense_tail=options.dense_tail or 0,
         layers=rows,
         imported=source.imported("modelopt"),
     )
@@ -110,7 +110,7 @@ def read(source: Source, given: Given) -> Import:
     total = model.num_layers * model.num_heads
     return Import(
         artifact=shape.artifact(
-            patterns={each: patterns[each] for each in patterns if each in used},
+            patterns={name: pattern for name, pattern in patterns.items() if name in used},
             prefill=prefill,
         ),
         arrays=source.kept("prefill"),

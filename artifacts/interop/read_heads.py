@@ -16,7 +16,7 @@ from artifacts.interop.head_file import (
     parse,
 )
 from artifacts.interop.report import Import, Notes
-from artifacts.interop.shape import Given, Shape, model_shape
+from artifacts.interop.shape import ImportOptions, Shape, model_shape
 from artifacts.interop.source import Source
 from artifacts.schema.artifact import Artifact, Prefill
 from artifacts.schema.patterns import (
@@ -38,7 +38,7 @@ _FINGERPRINT_SIZES = {
 }
 
 
-def read(source: Source, given: Given) -> Import:
+def read(source: Source, options: ImportOptions) -> Import:
     """Read a file of MInference or AngelSlim.
 
     These tools have no dense_below. Unless the user sets it, it is the length at which the patterns
@@ -55,7 +55,7 @@ def read(source: Source, given: Given) -> Import:
     if not most_heads:
         raise ArtifactError("names no head")
     fields = fingerprint(document)
-    shape = model_shape(given, source.path, own=None, **_sizes_shown(layers, most_heads, fields))
+    shape = model_shape(options, source.path, own=None, **_sizes_shown(layers, most_heads, fields))
     model = shape.model
     if len(layers) > model.num_layers:
         raise ArtifactError(
@@ -98,13 +98,13 @@ def read(source: Source, given: Given) -> Import:
     artifact = shape.artifact(
         patterns={name: pattern for name, pattern in patterns.items() if name in used},
         prefill=Prefill(
-            dense_below=given.dense_below or 0,
-            dense_tail=given.dense_tail or 0,
+            dense_below=options.dense_below or 0,
+            dense_tail=options.dense_tail or 0,
             layers=rows,
             imported=source.imported("minference", scores),
         ),
     )
-    if given.dense_below is None:
+    if options.dense_below is None:
         length = _dense_below(artifact, notes)
         artifact = artifact.model_copy(
             update={"prefill": artifact.prefill.model_copy(update={"dense_below": length})}

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class ImportOptions:
     """User options for the model and for reading a file; None for a missing option.
 
     Attributes:
@@ -81,13 +81,13 @@ class Shape:
         """Replace the rows of sliding-window layers by None, with a note on `heads` heads each."""
         left = len(self.sliding) * heads
         notes.heads(
-            "not carried over", "the layer slides over a window of its own and is left alone", left
+            "not carried over", "the layer has its own sliding window and is left alone", left
         )
         return tuple(None if layer in self.sliding else row for layer, row in enumerate(rows))
 
 
 def model_shape(
-    given: Given,
+    options: ImportOptions,
     file: Path,
     *,
     own: Mapping[str, Any] | None = None,
@@ -97,7 +97,7 @@ def model_shape(
     """Determine the model of an imported file.
 
     Args:
-        given: config.json and flags of the user.
+        options: config.json and flags of the user.
         file: imported file; its name is the fallback for the name of the model.
         own: fields of the file if it may be the model's config.json; used without another
             config.json.
@@ -109,11 +109,11 @@ def model_shape(
         ArtifactError: a size is missing, or two sources disagree; the message names the possible
             sources.
     """
-    path, config = _config(given.config)
+    path, config = _config(options.config)
     if path is None and own is not None and set(own) & _KEYS:
         path = file
         config = own
-    shown = {name: _size(name, given, path, config, of_file) for name in _SIZES}
+    shown = {name: _size(name, options, path, config, of_file) for name in _SIZES}
     sizes = {name: size for name, size in shown.items() if size is not None}
     if missing := [_SIZES[name] for name, size in shown.items() if size is None]:
         whats = ", ".join(what for _, _, what in missing)
@@ -136,8 +136,8 @@ def model_shape(
     if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
         architecture = architectures[0] or None
     model = ModelInfo(
-        name=given.model or _name(path, config) or file.stem or "unknown",
-        revision=given.revision,
+        name=options.model or _name(path, config) or file.stem or "unknown",
+        revision=options.revision,
         architecture=architecture,
         config_sha256=None,
         weights_sha256=None,
@@ -172,7 +172,7 @@ def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
 
 def _size(
     name: str,
-    given: Given,
+    options: ImportOptions,
     path: Path | None,
     config: Mapping[str, Any],
     of_file: Mapping[str, int],
@@ -180,7 +180,7 @@ def _size(
     """Return a size of the model from all sources; None if no source has it."""
     keys, flag, what = _SIZES[name]
     sizes: list[tuple[str, int]] = []
-    flagged = getattr(given, flag[2:].replace("-", "_"))
+    flagged = getattr(options, flag[2:].replace("-", "_"))
     if flagged is not None:
         sizes.append((flag, flagged))
     key, value = next(

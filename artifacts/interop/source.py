@@ -130,7 +130,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ArtifactError(f"the key {shorten(twice)} is given twice: remove one")
+        raise ArtifactError(f"the key {shorten(twice)} appears twice: remove one")
     return result
 
 

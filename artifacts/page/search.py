@@ -43,10 +43,10 @@ def origin(artifact: Artifact) -> Iterator[Row]:
     )
     yield "", f"$ {search.command}"
     if len(calibration.tasks) > 1:
-        each = " each"
+        suffix = " each"
     else:
-        each = ""
-    prompts = f"{plural(calibration.samples, 'prompt')}{each} of {calibration.length:,} tokens"
+        suffix = ""
+    prompts = f"{plural(calibration.samples, 'prompt')}{suffix} of {calibration.length:,} tokens"
     yield "calibration", f"{', '.join(calibration.tasks)}, {prompts}"
     yield "budget", search.spending.removeprefix("budget ")
     yield "result", f"{means}; means over {plural(searched, 'head')}"
@@ -96,7 +96,7 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
             mark = ""
         rows.append([mark, f"{number(point.cost)}{unit}", *figures, lost])
     return [
-        f"front at {section.length:,} tokens (*: what is served where no target is given)",
+        f"front at {section.length:,} tokens (*: served by default)",
         *aligned(rows, indent=2),
         f"  attention: predicted; dense attention takes {number(section.dense_cost)}{unit}",
         "  kl (nats a token), recall and answers: on "

@@ -45,7 +45,7 @@ SidecarName = Annotated[
     str,
     matching(
         r"[^/\\:\x00-\x1f.][^/\\:\x00-\x1f]*\.safetensors",
-        "the bare name of a .safetensors file beside this one",
+        "the bare name of a .safetensors file in the same folder",
     ),
 ]
 
@@ -62,7 +62,7 @@ class Prefill(Record):
     dense_tail: Natural = Field(
         default=0,
         description=(
-            "the last so many queries of a prompt (whole tiles of 64 positions) see every key, "
+            "how many of the last queries of a prompt (whole tiles of 64 positions) see every key, "
             "whatever the pattern: a question is asked there; 0: none"
         ),
     )
@@ -77,7 +77,7 @@ class Prefill(Record):
     layers: Rows = Field(
         description=(
             "a row for each layer: a pattern's name for every query head, in the model's own "
-            "order; `null` leaves the layer as it is: it slides, or nothing was said about it"
+            "order; `null` leaves the layer unchanged: it slides, or has no patterns"
         )
     )
     front: Front | None = Field(
@@ -112,14 +112,14 @@ class Prefill(Record):
 
 
 class Sidecar(Record):
-    """The safetensors file beside the YAML."""
+    """The safetensors file next to the YAML."""
 
-    file: SidecarName = Field(description="the bare name of a .safetensors file beside this one")
+    file: SidecarName = Field(description="the bare name of a .safetensors file in the same folder")
     sha256: Sha256 = Field(description="of its bytes")
 
 
 class Artifact(Record):
-    """Everything found for a model: patterns of heads, how they were found, what was measured.
+    """Results for a model: patterns of heads, their search, and measurements.
 
     artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has
     None and ""."""
@@ -198,7 +198,7 @@ class Artifact(Record):
         if stated != dict(rows):
             raise ValueError(
                 f"search.summary.winners says {_counts(stated)}, prefill.layers has "
-                f"{_counts(rows)}: after a change of rows by hand, write what they have"
+                f"{_counts(rows)}: after a change of rows by hand, update winners"
             )
 
 

@@ -31,7 +31,7 @@ def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
 def _part(value: int | float) -> int | float:
     if not value or (isinstance(value, float) and value >= 1):
         raise ValueError(
-            "must be a whole number of tokens, or a share of the context between 0 and 1"
+            "must be a whole number of tokens, or a fraction of the context between 0 and 1"
         )
     return value
 
@@ -78,8 +78,8 @@ class OmniKV(Record):
     selector: Literal["last", "uniform", "exponential"] = Field(
         default="last",
         description=(
-            "by whose scores is chosen: the last query's, or the mean of the last `window` "
-            "queries', all alike or halved from each to the one before"
+            "whose scores select the tokens: the last query's, or the mean of the last `window` "
+            "queries', weighted equally or halved from each to the previous query"
         ),
     )
     window: Annotated[int, Field(ge=1, le=256)] = Field(

@@ -135,7 +135,7 @@ class Measurement(Record):
     samples: Count | None = Field(default=None, description="measurements behind the value")
     command: Text = Field(description="measures it again")
     device: Text = Field(description="on which machine")
-    versions: dict[str, str] = Field(description="of what the number depends on")
+    versions: dict[str, str] = Field(description="of packages that the number depends on")
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -202,7 +202,7 @@ class Evidence(Record):
             return None
         return (
             f"a prompt of {tokens:,} tokens is longer than the {measured:,} up to which the "
-            "artifact's losses were measured: what it loses there is not known (headwise gate "
+            "artifact's losses were measured: its loss there is unknown (headwise gate "
             "--length measures it)"
         )
 

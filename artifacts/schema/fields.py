@@ -29,7 +29,7 @@ class Record(BaseModel):
 def together(record: BaseModel, first: str, second: str) -> None:
     """Raise ValueError if only one of two fields is set."""
     if (getattr(record, first) is None) != (getattr(record, second) is None):
-        raise ValueError(f"{first} and {second} go together: give both or neither")
+        raise ValueError(f"{first} and {second} go together: set both or neither")
 
 
 def matching(pattern: str, wanted: str) -> AfterValidator:

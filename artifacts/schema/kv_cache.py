@@ -95,7 +95,7 @@ class SnapKV(Record):
         default=64, description="the prompt's last queries, which vote and are kept"
     )
     pool: Annotated[int, Field(ge=1, le=63)] = Field(
-        default=7, description="votes are averaged over so many neighbours, an odd number"
+        default=7, description="number of neighbours over which votes are averaged, odd"
     )
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from artifacts.schema.fields import (
 class ModelInfo(Record):
     """The model an artifact is for; runtime.fingerprint makes and compares it.
 
-    None is what an import could not know: it is not compared.
+    A field that an import cannot determine is None and is not compared.
     """
 
     name: Text = Field(

@@ -70,7 +70,7 @@ class PatternRecord(Record):
     letter: ClassVar[str]
     """One character in the map of a page, no other kind's."""
     colour: ClassVar[str]
-    """Colour in pattern maps, no other kind's. Those of Okabe and Ito are told apart with any
+    """Colour in pattern maps, no other kind's. Those of Okabe and Ito are distinct with any
     colour vision."""
     lettered: ClassVar[bool] = True
     """Maps write the letter on the colour, which comes near to a pale shade of another kind's."""

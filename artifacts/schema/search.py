@@ -24,7 +24,7 @@ CostUnit = Literal["seconds", "flops"]
 
 
 class Calibration(Record):
-    """The prompts that the search looked at."""
+    """Calibration prompts of the search."""
 
     tasks: Annotated[Items[Text], Field(min_length=1)] = Field(
         description="`kv_retrieval`, `passkey`, `text`, `jsonl` and so on"
@@ -77,7 +77,7 @@ class SearchInfo(Record):
         description="MInference's own lengths and sizes, or the same scaled to shorter prompts"
     )
     seed: Natural = Field(description="of the calibration prompts")
-    calibration: Calibration = Field(description="the prompts that the search looked at")
+    calibration: Calibration = Field(description="calibration prompts of the search")
     allocation: Literal["heads", "model"] = Field(
         default="heads",
         description=(
@@ -116,10 +116,10 @@ class SearchInfo(Record):
     @property
     def spending(self) -> str:
         """Describe the requested budget and the spent part."""
-        each = ""
+        suffix = ""
         if self.allocation == "heads":
-            each = " for each head"
+            suffix = " for each head"
         unit: CostUnit = "flops"
         if self.cost is not None:
             unit = self.cost.unit
-        return f"budget asked {self.budget}{each}, spent {share_of_dense(self.spent, unit)}"
+        return f"budget asked {self.budget}{suffix}, spent {share_of_dense(self.spent, unit)}"

@@ -40,7 +40,7 @@ def _front_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
     if front is None:
         return None
     if FRONT_ROWS not in arrays:
-        return f"the sidecar has no array {FRONT_ROWS}, and the points' rows are there"
+        return f"the sidecar has no array {FRONT_ROWS}, which holds the points' rows"
     shape = (len(front.points), model.num_layers, model.num_heads)
     table = arrays[FRONT_ROWS]
     if table.dtype != "int16" or table.shape != shape:

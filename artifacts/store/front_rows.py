@@ -54,9 +54,7 @@ def front_rows(artifact: Artifact, arrays: Mapping[str, Array] | None, point: in
     """
     table = (arrays or {}).get(FRONT_ROWS)
     if table is None:
-        raise ArtifactError(
-            f"the sidecar has no array {FRONT_ROWS}, and the points' rows are there"
-        )
+        raise ArtifactError(f"the sidecar has no array {FRONT_ROWS}, which holds the points' rows")
     names = sorted(artifact.patterns)
     return tuple(
         None if row[0] < 0 else tuple(names[number] for number in row)

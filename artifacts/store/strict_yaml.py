@@ -119,7 +119,7 @@ def _value(event: Any, events: Iterator[Any], loader: _Loader) -> Any:
             if not isinstance(key, yaml.ScalarEvent) or not _is_text(key, loader):
                 _refuse(key, "a key must be text, with quotes where it reads as something else")
             if key.value in fields:
-                _refuse(key, f"the key {shorten(key.value)} is given twice: remove one")
+                _refuse(key, f"the key {shorten(key.value)} appears twice: remove one")
             fields[key.value] = _value(next(events), events, loader)
         return fields
     return _scalar(event, loader)

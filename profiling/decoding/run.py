@@ -64,16 +64,16 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     overlaps: list[dict[str, Any]] = []
     prompts: list[Prompt] = []
     if config.trials:
-        prompts, known = _prompts(
+        prompts, overlap = _prompts(
             config, loaded, seen, config.task, config.task_length, config.trials
         )
-        overlaps += known
+        overlaps += overlap
     texts: list[Prompt] = []
     if config.text:
-        texts, known = _prompts(
+        texts, overlap = _prompts(
             config, loaded, seen, f"text:{config.text}", config.text_length, config.texts
         )
-        overlaps += known
+        overlaps += overlap
     depends: dict[str, Any] = {}
     if ledger is not None:
         depends = _depends(config, loaded, prompts, texts)

@@ -55,9 +55,9 @@ def in_blocks(losses: Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(part.mean().item() for part in text.split(_BLOCK)) for text in losses)
 
 
-def apart(losses: Tensor, others: Tensor) -> Interval:
+def apart(losses: Tensor, baseline: Tensor) -> Interval:
     """Losses less those of the same tokens by another method, nats a token, over texts."""
-    return student((losses - others).double().mean(1).tolist())
+    return student((losses - baseline).double().mean(1).tolist())
 
 
 def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: int) -> str:

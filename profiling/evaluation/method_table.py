@@ -184,11 +184,11 @@ def default_methods(*, tails: bool) -> tuple[str, ...]:
     return tuple(names)
 
 
-def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, ...]:
+def method_names(artifact: Artifact, other_artifacts: Iterable[str] = ()) -> tuple[str, ...]:
     """List all methods of an artifact, dense first.
 
     Args:
-        beside: other artifacts by name.
+        other_artifacts: other artifacts by name.
     """
     caches = [
         *CACHES,
@@ -203,7 +203,7 @@ def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, .
         if not decides_prefill(name):
             with_caches.append(f"{HEADWISE}+{name}")
     without = (name + NO_TAIL for name, spec in METHODS.items() if spec.has_tail)
-    extra = (name + end for name in beside for end in ("", NO_TAIL))
+    extra = (name + end for name in other_artifacts for end in ("", NO_TAIL))
     return (*METHODS, *without, *with_caches, *extra)
 
 

@@ -66,7 +66,7 @@ class Methods:
         *,
         share: float = 0.2,
         density: float | None = None,
-        beside: Mapping[str, Pair] | None = None,
+        other_artifacts: Mapping[str, Pair] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         """Prepare the methods of an artifact.
@@ -75,8 +75,8 @@ class Methods:
             arrays: of its sidecar: the windows that its search has seen.
             share: of the prompt's keys and values that the caches of CACHES keep.
             density: what sizes are fitted to; None for the artifact's own.
-            beside: other artifacts of the model by name, with their arrays. Each is a method with
-                the same dense tail as all others.
+            other_artifacts: further artifacts of the model by name, with their arrays. Each is a
+                method with the same dense tail as all others.
         """
         self._loaded = loaded
         self.arrays = dict(arrays or {})
@@ -92,20 +92,20 @@ class Methods:
         dtype = str(loaded.model.dtype)
         self._of = digest(weights, _identity(self._patterns_of()), dtype, _VERSION)
         tail = prefill.dense_tail or TAIL
-        self._beside = {
+        self._other_methods = {
             name: Methods(loaded, _with_tail(other, tail), its_arrays, ledger=ledger)
-            for name, (other, its_arrays) in (beside or {}).items()
+            for name, (other, its_arrays) in (other_artifacts or {}).items()
         }
 
     @property
     def seen(self) -> Seen:
         """Windows that the searches of all artifacts have seen."""
-        return Seen.by([self.arrays, *(other.arrays for other in self._beside.values())])
+        return Seen.by([self.arrays, *(other.arrays for other in self._other_methods.values())])
 
     @property
     def seeds(self) -> dict[str, int]:
         """Seeds of the searches of all searched artifacts, by the names of their rows."""
-        all_methods = {HEADWISE: self, **self._beside}.items()
+        all_methods = {HEADWISE: self, **self._other_methods}.items()
         return {
             name: each.artifact.search.seed
             for name, each in all_methods
@@ -127,8 +127,8 @@ class Methods:
     def _other(self, name: str) -> tuple[Methods, str] | None:
         """Return the methods of the other artifact that a name refers to, and its name there."""
         base = name.removesuffix(NO_TAIL)
-        if base in self._beside:
-            return (self._beside[base], HEADWISE + name[len(base) :])
+        if base in self._other_methods:
+            return (self._other_methods[base], HEADWISE + name[len(base) :])
         return None
 
     def make(self, name: str, length: int) -> Method:
@@ -140,7 +140,7 @@ class Methods:
         if match := self._other(name):
             other, own = match
             return replace(other.make(own, length), name=name)
-        if name not in (known := method_names(self.artifact, self._beside)):
+        if name not in (known := method_names(self.artifact, self._other_methods)):
             hint = ""
             if decides_prefill(name.removeprefix(f"{HEADWISE}+")):
                 hint = " (that cache decides how prompts are attended to, whatever the patterns)"

@@ -71,7 +71,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
             arrays,
             share=quality.share,
             density=quality.density,
-            beside=other_artifacts,
+            other_artifacts=other_artifacts,
             ledger=ledger,
         )
         measured = evaluate(quality, loaded, methods, ledger)
@@ -85,26 +85,30 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
     return record
 
 
-def _check(config: Config, artifact: Artifact, quality: Evaluation, known: tuple[str, ...]) -> None:
+def _check(
+    config: Config, artifact: Artifact, quality: Evaluation, allowed: tuple[str, ...]
+) -> None:
     """Raise HeadwiseError for requests that the artifact cannot serve, before a model is loaded."""
     check_lengths(artifact, quality.lengths)
     if config.attach:
         check_writable(config.configs[0])
     for name in quality.methods:
-        if name not in known:
+        if name not in allowed:
             raise HeadwiseError(
-                f"unknown method {name!r}; known for this artifact: {', '.join(known)}"
+                f"unknown method {name!r}; known for this artifact: {', '.join(allowed)}"
             )
 
 
-def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -> Evaluation:
+def quality_of(
+    config: Config, artifact: Artifact, other_artifacts: Sequence[str] = ()
+) -> Evaluation:
     """Tasks, methods and counts of a run.
 
     Args:
-        beside: names of the other artifacts.
+        other_artifacts: names of the other artifacts.
     """
     quick = config.quick
-    names = method_names(artifact, beside)
+    names = method_names(artifact, other_artifacts)
     tasks: Sequence[str] = config.tasks or ()
     lengths: Sequence[int] = config.length or ()
     if quick:
@@ -134,7 +138,7 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     return Evaluation(
         tasks=tasks_of(tasks),
         lengths=tuple(sorted(set(lengths))),
-        methods=tuple(dict.fromkeys((MODEL, *methods, *beside))),
+        methods=tuple(dict.fromkeys((MODEL, *methods, *other_artifacts))),
         samples=samples,
         depths=config.depths or usual_depths,
         share=config.share,

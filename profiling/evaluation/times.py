@@ -147,10 +147,10 @@ class _Clock:
         }
 
     def _attention(
-        self, made: Sequence[Method], length: int
+        self, evaluated: Sequence[Method], length: int
     ) -> dict[tuple[str, int], dict[str, float]]:
         """Time attention alone of methods whose prefill has patterns."""
-        methods = [m for m in made if m.headwise is not None and not m.evicts]
+        methods = [m for m in evaluated if m.headwise is not None and not m.evicts]
         units = {m.name: self._unit("attention", length, m.identity) for m in methods}
         missing = [m for m in methods if self._again or units[m.name] not in self._ledger]
         if missing:

@@ -98,12 +98,12 @@ class HeadwiseLM(HFLM):
         return [scores[number] for number in range(len(requests))]
 
     def _model_generate(
-        self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any
+        self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
     ) -> torch.Tensor:
         """Generate as HFLM does, with the artifact's cache; batches are left-padded and masked."""
         if self._handle is not None:
-            given.setdefault("past_key_values", self._handle.new_cache())
-        generated: torch.Tensor = super()._model_generate(context, max_length, stop, **given)
+            options.setdefault("past_key_values", self._handle.new_cache())
+        generated: torch.Tensor = super()._model_generate(context, max_length, stop, **options)
         return generated
 
     def get_model_info(self) -> dict[str, Any]:

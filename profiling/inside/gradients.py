@@ -169,17 +169,17 @@ class _Dense(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         inputs: LayerInputs,
-        kept: dict[int, tuple[Tensor, Tensor]],
+        cached: dict[int, tuple[Tensor, Tensor]],
         visit: Callable[[LayerGradients], None] | None,
         backend: str,
     ) -> Tensor:
         # Computed once: a layer's output is reused when the layer is recomputed.
-        if inputs.layer not in kept:
-            kept[inputs.layer] = dense_of_layer(inputs, backend=backend)
+        if inputs.layer not in cached:
+            cached[inputs.layer] = dense_of_layer(inputs, backend=backend)
         ctx.save_for_backward(q, k, v)
         # The tensors come again on the way back; here they would stay for all layers at once.
-        ctx.about = replace(inputs, q=_NONE, k=_NONE, v=_NONE), kept, visit
-        return kept[inputs.layer][0].clone()
+        ctx.about = replace(inputs, q=_NONE, k=_NONE, v=_NONE), cached, visit
+        return cached[inputs.layer][0].clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -304,7 +304,7 @@ def _head_of(model: PreTrainedModel, input_ids: Tensor) -> Callable[[Tensor], Te
     wanted = model(input_ids=input_ids, use_cache=False).logits.float()
     for factor in factors:
         if (logits_of(states, factor).float() - wanted).abs().max() <= 0.02 * wanted.abs().max():
-            return lambda given: logits_of(given, factor)
+            return lambda hidden: logits_of(hidden, factor)
     return None
 
 

@@ -49,14 +49,14 @@ def candidates(source: Source) -> Iterator[Drawing]:
     measures = [name for name in _MEASURES if all(name in each.scores for each in tried.values())]
     loss = next(name for name in _LOSSES if name in measures)
     cost = next(name for name in _COSTS if name in measures)
-    chosen = int(source.arrays["chosen.candidate"][layer, head])
+    selected = int(source.arrays["chosen.candidate"][layer, head])
     points = {at: (each.scores[cost], each.scores[loss]) for at, each in tried.items()}
     cheapest_first = sorted(points, key=lambda at: points[at])
     best = frontier(points)
     yield Drawing(
         name=f"candidates.{layer}.{head}",
         figure=candidates_figure(
-            points, best, chosen, title=f"layer {layer}, head {head}", axes=(cost, loss)
+            points, best, selected, title=f"layer {layer}, head {head}", axes=(cost, loss)
         ),
         header=["candidate", *measures, "frontier", "chosen"],
         rows=(
@@ -64,7 +64,7 @@ def candidates(source: Source) -> Iterator[Drawing]:
                 tried[at].name,
                 *(tried[at].scores[name] for name in measures),
                 at in best,
-                at == chosen,
+                at == selected,
             ]
             for at in cheapest_first
         ),
@@ -81,12 +81,12 @@ def tried_by(arrays: Mapping[str, np.ndarray], layer: int, head: int) -> dict[in
         if first != "candidates" or not at.isdecimal():
             continue
         value = float(arrays[key][layer, head])
-        each = tried.setdefault(int(at), Candidate(name=name))
+        candidate = tried.setdefault(int(at), Candidate(name=name))
         if measure not in _MEASURES:
-            each.name += f" {measure} {value:g}"
+            candidate.name += f" {measure} {value:g}"
         elif np.isfinite(value):
-            each.scores[measure] = value
-    return {at: each for at, each in tried.items() if "error" in each.scores}
+            candidate.scores[measure] = value
+    return {at: candidate for at, candidate in tried.items() if "error" in candidate.scores}
 
 
 def frontier(points: Mapping[int, tuple[float, float]]) -> list[int]:
@@ -105,7 +105,7 @@ def frontier(points: Mapping[int, tuple[float, float]]) -> list[int]:
 def candidates_figure(
     points: Mapping[int, tuple[float, float]],
     best: Sequence[int],
-    chosen: int,
+    selected: int,
     *,
     title: str,
     axes: tuple[str, str],
@@ -115,7 +115,7 @@ def candidates_figure(
     Args:
         points: cost and loss.
         best: candidates of the frontier.
-        chosen: the candidate in the artifact.
+        selected: the candidate in the artifact.
         title: of the figure.
         axes: names of cost and loss.
     """
@@ -123,8 +123,8 @@ def candidates_figure(
     panel = figure.subplots()
     panel.scatter(*zip(*points.values(), strict=True), s=14, color=LINES[0], label="candidate")
     panel.plot(*zip(*(points[at] for at in best), strict=True), color=LINES[0], label="frontier")
-    if chosen in points:
-        panel.scatter(*points[chosen], s=60, color=MARK, marker="*", label="chosen", zorder=3)
+    if selected in points:
+        panel.scatter(*points[selected], s=60, color=MARK, marker="*", label="chosen", zorder=3)
     panel.set_title(title, fontsize=9, loc="left")
     panel.set_xlabel(axes[0])
     panel.set_ylabel(f"loss ({axes[1]})")

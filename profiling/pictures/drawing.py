@@ -78,10 +78,10 @@ def save_table(stem: Path, header: Sequence[str], rows: Iterable[Sequence[object
     return path
 
 
-def ticks(count: int, most: int = 16) -> range:
-    """Place about `most` labels on an axis of `count`: every 1st, 2nd, 5th, 10th, ..."""
+def ticks(count: int, max_ticks: int = 16) -> range:
+    """Place about `max_ticks` labels on an axis of `count`: every 1st, 2nd, 5th, 10th, ..."""
     steps = (base * 10**power for power in range(6) for base in (1, 2, 5))
-    return range(0, count, next(step for step in steps if count <= most * step))
+    return range(0, count, next(step for step in steps if count <= max_ticks * step))
 
 
 def shade(values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:

@@ -125,28 +125,28 @@ def frequent_words(request: Request, *, alpha: float = 2.0) -> list[Prompt]:
         words = [_DOTS, *_coded(max(4, length // _TOKENS_A_WORD), rng)]
         ids = list(_encoded(encode, words).values())
 
-        def counts(most: int) -> list[int]:
-            return [int(most / rank**alpha) for rank in range(1, len(words) + 1)]
+        def counts(top: int) -> list[int]:
+            return [int(top / rank**alpha) for rank in range(1, len(words) + 1)]
 
-        def taken(most: int) -> int:
-            return sum(times * len(word) for times, word in zip(counts(most), ids, strict=True))
+        def taken(top: int) -> int:
+            return sum(times * len(word) for times, word in zip(counts(top), ids, strict=True))
 
-        def told_apart(most: int) -> bool:
-            return counts(most)[3] > counts(most)[4]
+        def distinct(top: int) -> bool:
+            return counts(top)[3] > counts(top)[4]
 
         # From here on the fifth rank comes up at all.
-        least = next(most for most in count(math.ceil(5**alpha)) if told_apart(most))
-        if taken(least) > room:
-            raise request.too_small(f"give at least {length - room + taken(least)}")
-        low = least
-        high = max(least, room) + 1
+        minimum = next(top for top in count(math.ceil(5**alpha)) if distinct(top))
+        if taken(minimum) > room:
+            raise request.too_small(f"give at least {length - room + taken(minimum)}")
+        low = minimum
+        high = max(minimum, room) + 1
         while high - low > 1:
             middle = (low + high) // 2
             if taken(middle) <= room:
                 low = middle
             else:
                 high = middle
-        while not told_apart(low):
+        while not distinct(low):
             low -= 1
         text = [word for word, times in zip(ids, counts(low), strict=True) for _ in range(times)]
         rng.shuffle(text)
@@ -205,7 +205,7 @@ def _fitting(
 
 def _shuffled(
     numbers: _Numbers,
-    chosen: dict[str, Ids],
+    encoded: dict[str, Ids],
     words: int,
     often: int,
     seldom: int,
@@ -214,7 +214,7 @@ def _shuffled(
     """Number the shuffled list: `words` words `often` times each, the others `seldom`."""
     items = [
         ids
-        for at, ids in enumerate(chosen.values())
+        for at, ids in enumerate(encoded.values())
         for _ in range(often if at < words else seldom)
     ]
     rng.shuffle(items)

@@ -108,7 +108,7 @@ def unseen_prompts(
     samples: int,
     seed: int,
     seen: Seen,
-    others: Seen | None = None,
+    previous: Seen | None = None,
 ) -> Unseen:
     """Make prompts as make_prompts does, seen ones replaced by those of other seeds.
 
@@ -119,7 +119,7 @@ def unseen_prompts(
         samples: number of prompts.
         seed: of the first prompts.
         seen: text that searches have seen.
-        others: further text that the prompts must not overlap if the text is long enough.
+        previous: further text that the prompts must not overlap if the text is long enough.
     """
     if isinstance(task, str):
         task = parse_task(task)
@@ -131,7 +131,7 @@ def unseen_prompts(
     first = made(0)
     if not task.has_text:
         return Unseen(first, 0)
-    taken = Seen(digests=others.digests if others else ())
+    taken = Seen(digests=previous.digests if previous else ())
     new = [prompt for prompt in first if not seen.overlaps(prompt)]
     selected = [prompt for prompt in new if not taken.overlaps(prompt)]
     near = [prompt for prompt in new if prompt not in selected]
@@ -181,14 +181,14 @@ def held_out(
     prompts: list[Prompt] = []
     for task in dict.fromkeys(tasks):
         many = samples * per_context(task)
-        made = unseen_prompts(task, tokenizer, length=length, samples=many, seed=at, seen=seen)
-        if made.overlapping or not made.disjoint:
+        unseen = unseen_prompts(task, tokenizer, length=length, samples=many, seed=at, seen=seen)
+        if unseen.overlapping or not unseen.disjoint:
             raise HeadwiseError(
                 f"{parse_task(task).name} is too short to hold prompts out: {samples} x {length} "
                 "tokens that no search looks at are needed; take a longer text, a shorter --length "
                 "or fewer --samples"
             )
-        prompts += made.prompts
+        prompts += unseen.prompts
     return prompts
 
 
@@ -202,15 +202,21 @@ def seeded_prompts(
     seen: Seen,
 ) -> Unseen:
     """Make unseen prompts of each seed, of a text disjoint ones where it is long enough."""
-    others = Seen()
+    previous = Seen()
     by_seed = list[Unseen]()
     for seed in seeds:
         by_seed.append(
             unseen_prompts(
-                task, tokenizer, length=length, samples=samples, seed=seed, seen=seen, others=others
+                task,
+                tokenizer,
+                length=length,
+                samples=samples,
+                seed=seed,
+                seen=seen,
+                previous=previous,
             )
         )
-        others.add(*by_seed[-1].prompts)
+        previous.add(*by_seed[-1].prompts)
     return Unseen(
         [prompt for batch in by_seed for prompt in batch.prompts],
         sum(batch.overlapping for batch in by_seed),

@@ -172,15 +172,15 @@ class Request:
         bounds = [start, *(at for span in sorted(hidden) for at in span), end]
         return tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
-    def room(self, *parts: Ids, least: int = 0) -> int:
+    def room(self, *parts: Ids, minimum: int = 0) -> int:
         """Tokens left next to the prefix and these parts.
 
         Raises:
-            HeadwiseError: fewer than `least`.
+            HeadwiseError: fewer than `minimum`.
         """
         room = self.length - len(self.ids(*parts))
-        if room < least:
-            raise self.too_small(f"give at least {self.length - room + least}")
+        if room < minimum:
+            raise self.too_small(f"give at least {self.length - room + minimum}")
         return room
 
     def too_short(self, has: int, room: int) -> HeadwiseError:

@@ -46,13 +46,13 @@ class Again:
     """Form of an item that comes back: text before the value, and after it.
 
     Attributes:
-        gives: whether it assigns the value to a new name, which may come back later.
+        assigns: whether it assigns the value to a new name, which may come back later.
         label: of these answers, where a form has several kinds of them.
     """
 
     before: str
     after: str
-    gives: bool = False
+    assigns: bool = False
     label: str = ""
 
 
@@ -95,7 +95,7 @@ _ASKED = Again(
     "Question: What is the value of {name}? Answer: The value of {name} is", ".\n", label="asked"
 )
 _CHAINED = Again(
-    "The value of {new} is that of {name}, which is", ".\n", gives=True, label="chained"
+    "The value of {new} is that of {name}, which is", ".\n", assigns=True, label="chained"
 )
 FORMS = {
     "line_asked": Form(
@@ -179,7 +179,7 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
             before, after = (
                 text.format(name=thing.name, new=new.name) for text in (again.before, again.after)
             )
-            if again.gives:
+            if again.assigns:
                 said = Thing(new.name, thing.value)
             else:
                 said = thing

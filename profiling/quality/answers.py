@@ -110,9 +110,9 @@ def decoded(
     return output, stacked
 
 
-def text_of(tokenizer: Any, given: Sequence[int]) -> str:
+def text_of(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Decode an answer's tokens to its text."""
-    text: str = tokenizer.decode(given, skip_special_tokens=True)
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
     return text.strip()
 
 
@@ -132,6 +132,6 @@ def ends(model: Any, tokenizer: Any) -> set[int]:
     return {token for token in (*configured, tokenizer.eos_token_id) if token is not None}
 
 
-def is_right(prompt: Prompt, given: str) -> bool:
+def is_right(prompt: Prompt, text: str) -> bool:
     """True if an answer is fully right by the metric of its task; False where none is known."""
-    return prompt.answer is not None and score(prompt, given) == 1
+    return prompt.answer is not None and score(prompt, text) == 1

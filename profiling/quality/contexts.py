@@ -107,11 +107,11 @@ def prefilled(
 
 
 def _prefill(
-    model: Any, context: Ids, kept: list[int], cache: Any, chunk: int | None
+    model: Any, context: Ids, logit_positions: list[int], cache: Any, chunk: int | None
 ) -> tuple[Tensor, Any]:
-    """Prefill a context; return the logits (N, V) at the positions `kept`, and the cache."""
+    """Prefill a context; return the logits (N, V) at `logit_positions`, and the cache."""
     ids = torch.tensor([context], device=model.device, dtype=torch.long)
-    positions = torch.tensor(kept, device=model.device, dtype=torch.long)
+    positions = torch.tensor(logit_positions, device=model.device, dtype=torch.long)
     if chunk is None or chunk >= len(context):
         output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=positions)
         return output.logits[0], output.past_key_values
@@ -126,7 +126,7 @@ def _prefill(
         )
         cache = output.past_key_values
         logits.update(zip(here.tolist(), output.logits[0], strict=True))
-    return torch.stack([logits[position] for position in kept]), cache
+    return torch.stack([logits[position] for position in logit_positions]), cache
 
 
 def _before_scored(prompt: Prompt) -> list[int]:

@@ -1,6 +1,6 @@
 """Attention of a layer on the tokens that another ranks first: OmniKV's layer similarity.
 
-Shapes: L layers, N of them measured (in order), K keys, k chosen keys, T tasks, H query heads, G KV
+Shapes: L layers, N of them measured (in order), K keys, k top keys, T tasks, H query heads, G KV
 heads, E value dim.
 """
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 
-def kept(means: Tensor, chosen: Tensor) -> Tensor:
+def kept(means: Tensor, top_keys: Tensor) -> Tensor:
     """Compute S[i, j], layer j's attention on keys that layer i chose, (N, N) fp64.
 
     Args:
         means: (N, K), each layer's attention averaged over its query heads.
-        chosen: (N, k) key positions.
+        top_keys: (N, k) key positions.
     """
     # Row by row: all at once would gather N x N x k.
-    return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in chosen])
+    return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in top_keys])
 
 
 def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -42,9 +42,9 @@ def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Te
     return torch.bmm(weights, v[:, keys].float())
 
 
-def covered(span: tuple[int, int], chosen: Tensor) -> Tensor:
-    """Compute the fraction of a span that each layer's chosen keys (N, k) hold, (N) fp64."""
-    return ((chosen >= span[0]) & (chosen < span[1])).sum(1, dtype=torch.float64) / (
+def covered(span: tuple[int, int], top_keys: Tensor) -> Tensor:
+    """Compute the fraction of a span that each layer's top keys (N, k) hold, (N) fp64."""
+    return ((top_keys >= span[0]) & (top_keys < span[1])).sum(1, dtype=torch.float64) / (
         span[1] - span[0]
     )
 

@@ -84,7 +84,7 @@ class Timed:
 def time_layers(
     loaded: LoadedModel,
     ids: Sequence[int],
-    asked: Sequence[Timed],
+    requests: Sequence[Timed],
     searched: Sequence[int],
     *,
     look: Callable[[LayerInputs], object] = lambda inputs: None,
@@ -98,14 +98,14 @@ def time_layers(
     Args:
         loaded: the model.
         ids: of a real prompt.
-        asked: plans and lengths to time, each separately.
+        requests: plans and lengths to time, each separately.
         searched: the layers that count; all plans have them.
         look: is shown each layer on which the first plans are timed.
         backend: as for kernels.attention.sparse_attention.
     """
-    clocks = [_Clock(each, searched, backend) for each in asked]
+    clocks = [_Clock(request, searched, backend) for request in requests]
     ascending = sorted(clocks, key=lambda clock: clock.tokens)
-    serving = next(iter(asked[0].plans.values()))
+    serving = next(iter(requests[0].plans.values()))
 
     def visit(inputs: LayerInputs) -> Tensor | None:
         if inputs.layer not in searched:
@@ -132,17 +132,17 @@ def time_layers(
 class _Clock:
     """Adds up the seconds of one Timed, layer by layer."""
 
-    def __init__(self, asked: Timed, searched: Sequence[int], backend: str) -> None:
-        self.tokens = asked.tokens
-        self.layers = spread(searched, asked.layers)
+    def __init__(self, request: Timed, searched: Sequence[int], backend: str) -> None:
+        self.tokens = request.tokens
+        self.layers = spread(searched, request.layers)
         self.seconds: dict[str, float] = {}
-        self._asked = asked
+        self._request = request
         self._backend = backend
         self._all = len(searched)
-        self._timed = dict.fromkeys(asked.plans, self.layers) | {
+        self._timed = dict.fromkeys(request.plans, self.layers) | {
             ANCHOR: spread(self.layers, _ANCHORS)
         }
-        if asked.sdpa:
+        if request.sdpa:
             self._timed[SDPA] = spread(self.layers, _SDPAS)
 
     def leave_out_slow_sdpa(self, shorter: _Clock) -> None:
@@ -162,7 +162,7 @@ class _Clock:
         )
         runs = {
             name: _by_plan(prompt, plans[layer], self._backend)
-            for name, plans in self._asked.plans.items()
+            for name, plans in self._request.plans.items()
         }
         runs[ANCHOR] = lambda: dense_of_layer(prompt, backend=self._backend)[0]
         if inputs.softcap is None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from artifacts.interop import duo_attention
-from artifacts.interop.shape import Given
+from artifacts.interop.shape import ImportOptions
 from artifacts.interop.source import Source
 
 LAYERS = 8
@@ -23,8 +23,8 @@ TIED = st.lists(
 PERCENT = st.integers(0, 100)
 
 
-def shape(heads: int, **options: float) -> Given:
-    return Given(heads=heads, kv_heads=heads, head_dim=64, max_positions=8192, **options)
+def shape(heads: int, **options: float) -> ImportOptions:
+    return ImportOptions(heads=heads, kv_heads=heads, head_dim=64, max_positions=8192, **options)
 
 
 def rows_of(values: list[float]) -> list[list[float]]:

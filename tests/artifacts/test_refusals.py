@@ -60,7 +60,7 @@ EDITS = [
     ("seed: 7", "seed: 8", "content_sha256: says"),
     ("    recall: 0.93", "    recal: 0.93", "search.summary.recall: Field required (and 1 more)"),
     ("evidence:", "evidenc:", "evidence: missing (is the file cut short?)"),
-    ("  name: tiny", "  name: tiny\n  name: other", "line 7: the key 'name' is given twice"),
+    ("  name: tiny", "  name: tiny\n  name: other", "line 7: the key 'name' appears twice"),
     ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", "patterns.bs_8 is used by no head: remove it"),
     ("schema_version: 1", "schema_version: 9", "schema_version: this headwise reads 1, got 9: "),
     ("schema_version: 1", "schema_version: true", "this headwise reads 1, got True: "),

@@ -102,7 +102,7 @@ MANY = "more than 100000 values, or nested more than 32 deep"
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a: 1\nb: {x: 1, x: 2}", "line 2: the key 'x' is given twice"),
+        ("a: 1\nb: {x: 1, x: 2}", "line 2: the key 'x' appears twice"),
         *(
             (text, "line 1: anchors, aliases and tags")
             for text in ("a: &x 1", "a: &x [1]", "a: *x", "&x a: 1")

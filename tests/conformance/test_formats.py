@@ -347,7 +347,7 @@ def test_export_duo_does_not_overwrite_a_model_config(tmp_path):
     assert (sizes["sink_size"], sizes["recent_size"]) == (64, 192)
     assert 0.24902343 < sizes["threshold"] <= 0.6054687
     (out.parent / "config.json").write_text(MODEL.read_text())
-    with pytest.raises(ArtifactError, match=r"config.json: is there and not DuoAttention's"):
+    with pytest.raises(ArtifactError, match=r"config.json: exists and is not DuoAttention's"):
         convert(tmp_path / "cfg.yaml", out, target="duo_attention")
     assert (out.parent / "config.json").read_text() == MODEL.read_text()
 

@@ -21,8 +21,8 @@ from profiling.models import packages
 from profiling.models.cache import cache_folder, made_once
 from profiling.models.device import default_dtype
 from profiling.models.gguf import converted, model_name, read_header
-from profiling.models.given import given_model
 from profiling.models.loading import load_config, load_model, load_tokenizer, local_folder
+from profiling.models.preloaded import preloaded_model
 from tests.profiling.conftest import tiny
 from tests.profiling.tokenizers import byte_level
 from tests.runtime.tiny import refused_model
@@ -207,7 +207,7 @@ def test_load_model_converts_a_gguf_file_once(tmp_path, cache):
     loaded = load_model(str(file), dtype="fp32")
     assert (loaded.name, loaded.revision) == ("Tiny-1B-Instruct", None)
     # A loaded model that is searched has the same name.
-    with given_model(loaded.model, loaded.tokenizer) as wrapped:
+    with preloaded_model(loaded.model, loaded.tokenizer) as wrapped:
         assert wrapped.name == "Tiny-1B-Instruct"
     ids = loaded.tokenizer("the end")["input_ids"]
     assert loaded.tokenizer.decode(ids) == "the end"

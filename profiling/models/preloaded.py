@@ -15,7 +15,7 @@ from runtime.layers import attention_layers
 
 
 @contextmanager
-def given_model(
+def preloaded_model(
     model: Any, tokenizer: Any, *, name: str | None = None, revision: str | None = None
 ) -> Iterator[LoadedModel]:
     """Yield a model in evaluation mode; its training flags come back, also after an error.
