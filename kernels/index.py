@@ -27,7 +27,8 @@ are always computed. BLASST compares with a running maximum from left to right i
 first.
 
 The entries of a head, and those of a row's list, are ascending and padded at the end with PAD,
-which lies beyond every causal limit."""
+which lies beyond every causal limit.
+"""
 
 from __future__ import annotations
 
@@ -334,7 +335,8 @@ class SparseIndex:
         """Raise ValueError where an invariant is broken.
 
         Reads the data, which waits for a GPU. Attention asks for it the first time that it meets an
-        index made by hand; those that patterns build are right by the way they are made."""
+        index made by hand; those that patterns build are right by the way they are made.
+        """
         if self._valid:
             return
         self.check_shapes()

@@ -121,7 +121,8 @@ def compare(expected: ModelInfo, actual: ModelInfo) -> None:
     """Raise HeadwiseError naming the first field in which the models differ, with both values.
 
     None differs from nothing: an imported artifact does not know it of its model, or it was not
-    read of this one."""
+    read of this one.
+    """
     for field in _COMPARED:
         wanted = getattr(expected, field)
         value = getattr(actual, field)

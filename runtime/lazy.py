@@ -1,6 +1,7 @@
 """Tensors without memory, in place of data that is elsewhere, dropped, or made when read.
 
-Shapes: B batch, G KV heads, Q new tokens, D head dim."""
+Shapes: B batch, G KV heads, Q new tokens, D head dim.
+"""
 
 from __future__ import annotations
 

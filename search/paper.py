@@ -287,7 +287,8 @@ def change_space(
 
     Tiles are counted from the index on the layer's own q and k: a head whose diagonals lie
     scattered gets fewer of them than one whose diagonals share tiles. A head whose smallest pattern
-    computes more gets that one."""
+    computes more gets that one.
+    """
     lowest, highest = bounds(start, length)
     low = [lowest] * num_heads
     high = [highest] * num_heads

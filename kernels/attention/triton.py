@@ -1,7 +1,8 @@
 """Sparse attention on the GPU in Triton: checks a call, prepares and launches it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, N
-key tiles."""
+key tiles.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Device code of the launches around attention: an index's tables, and the merge of parts.
 
 Imports triton. Shapes: B batch, H query heads, G KV heads, Q query length, E value dim, N key
-tiles, P parts, ND diagonals of a head, NC columns."""
+tiles, P parts, ND diagonals of a head, NC columns.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def combine_kernel(
 
     tops, totals (B, G, P, rows) and partial (B, G, P, rows, E) fp32, rows = H / G * Q; where a
     total is 0 nothing else is read. sinks (H) fp32 if SINKS: a logit of each head that takes part
-    in the softmax and has no value. Rows without a part are left as they are if HOLES."""
+    in the softmax and has no value. Rows without a part are left as they are if HOLES.
+    """
     pid = tl.program_id(0).to(tl.int64)
     kv = pid // rows
     row = pid % rows

@@ -133,7 +133,8 @@ def split_kernel(
 
     tops, totals (B, G, S, R) and partial (B, G, S, R, E) fp32: maximum (as a power of two), sum and
     unnormalised output. kept (B, G, R, N) fp32 if KEEP: the logits as powers of two, of places that
-    some query sees."""
+    some query sees.
+    """
     split = tl.program_id(1)
     blocks = (rows + ROWS - 1) // ROWS
     kv = (tl.program_id(0) // blocks).to(tl.int64)
@@ -224,7 +225,8 @@ def column_sums_kernel(
 
     A program has KEYS keys to itself and walks the queries that see them, so that no order of
     programs shows in a sum. Programs of one KV head run side by side and read its queries while the
-    L2 cache has them, the longest first."""
+    L2 cache has them, the longest first.
+    """
     tiles = (k_len + KEYS - 1) // KEYS
     kv = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * KEYS

@@ -126,7 +126,8 @@ class LayerPlan:
     def at(self, k_len: int) -> LayerPlan:
         """The plan with its patterns' sizes on `k_len` keys; itself where nothing grows.
 
-        Lengths count in whole tiles: a cache that grows does not plan again for every token."""
+        Lengths count in whole tiles: a cache that grows does not plan again for every token.
+        """
         tiles = num_tiles(k_len)
         if self.length is None or tiles <= num_tiles(self.length):
             return self

@@ -236,7 +236,8 @@ class Pattern:
     def limits(self) -> tuple[int, int]:
         """Most columns and most diagonals of a head: the first, where nothing is read.
 
-        Vertical-slash counts distances in place of diagonals."""
+        Vertical-slash counts distances in place of diagonals.
+        """
         raise NotImplementedError
 
     def bound(self, k_len: int) -> float | None:

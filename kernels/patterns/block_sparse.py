@@ -32,7 +32,8 @@ class BlockSparse(Pattern):
     With a `coverage`, only the smallest set of tiles that holds this fraction of the attention
     between the means, still at most `blocks` (FlexPrefill, Lai 2025, Algorithm 4; XAttention, Xu
     2025, section 2.2). The query's own tile and the first tile are always among them, so that 1 and
-    2 blocks are the same."""
+    2 blocks are the same.
+    """
 
     kind: ClassVar[str] = "block_sparse"
     growing: ClassVar[tuple[str, ...]] = ("blocks",)

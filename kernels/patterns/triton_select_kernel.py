@@ -1,6 +1,7 @@
 """Device code that writes a layer's index; kernels.patterns.triton launches it. Imports triton.
 
-Shapes: B batch, H query heads, R query tiles, N key tiles, K key length."""
+Shapes: B batch, H query heads, R query tiles, N key tiles, K key length.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def _diagonals(
     """Writes the tile offsets that the best distances cross, ascending, padded to `width`.
 
     One at distance s crosses floor(s / TILE) and ceil(s / TILE), which is the next unless s is a
-    multiple of TILE."""
+    multiple of TILE.
+    """
     worst, room, floor = search(row, 0, TILE, k_len, size, share, 0.0, CHUNK, SORT, COVERAGE)
     tiles = tl.arange(0, CHUNK // TILE)
     lane = tl.arange(0, TILE)

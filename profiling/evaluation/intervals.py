@@ -105,7 +105,8 @@ def paired_difference(
     """The interval of the mean of a - b over the same units.
 
     Where every score is 0 or 1, Newcombe's (1998, Statistics in Medicine 17:2635, method 10), which
-    is sound for few prompts and where none or all are right; elsewhere Student's over pairs."""
+    is sound for few prompts and where none or all are right; elsewhere Student's over pairs.
+    """
     first = _checked(a)
     second = _checked(b)
     if len(first) != len(second):

@@ -22,7 +22,8 @@ class HeadwiseLM(HFLM):
     """The harness's model for transformers, served by an artifact; it takes all that `hf` takes.
 
     Log-likelihoods are one prefill each, by the artifact's patterns. Generation also has the
-    artifact's caches."""
+    artifact's caches.
+    """
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and tokens de
 head dim, E value dim; batch 1.
 
 The prompt but for its end is prefilled densely, with memory linear in S; then tokens are fed one at
-a time. One layer's scores of one query, H x K in fp32, are alive at a time."""
+a time. One layer's scores of one query, H x K in fp32, are alive at a time.
+"""
 
 from __future__ import annotations
 

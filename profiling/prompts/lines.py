@@ -1,7 +1,8 @@
 """Prompts over a list of generated lines: a value by its name, and a value by way of another line.
 
 Such a prompt is prefix + head + lines + question. The lines that the question needs are whole; what
-is too much is cut from the start of one that it does not need."""
+is too much is cut from the start of one that it does not need.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ heads of each, K keys, S prompt length, k chosen keys.
 
 A layer's H x K probabilities are reduced at once to their mean and their largest over the heads. A
 step keeps N x K means and twice N x k positions until its last layer is through: less than N x K x
-H."""
+H.
+"""
 
 from __future__ import annotations
 

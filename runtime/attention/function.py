@@ -54,7 +54,8 @@ def headwise_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer as transformers calls it: (B, Q, H, E), and the weights or None.
 
-    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E)."""
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E).
+    """
     layer = layer_of(module)
     state = layer or UNAPPLIED_LAYER
     if layer is not None:

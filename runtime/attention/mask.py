@@ -321,7 +321,8 @@ class _MaskRequest:
     def _ranges(self, begin: int, end: int) -> tuple[tuple[int, int], ...] | None:
         """Range of real tokens of each sequence among these slots, counted from `begin`.
 
-        None where one has holes."""
+        None where one has holes.
+        """
         padding = self.padding
         if padding is None:
             return ((0, end - begin),) * self.batch

@@ -250,7 +250,8 @@ class Call:
 def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served | str:
     """Result of serve(call, ...), one of Headwise's kernels, or the reason why it failed.
 
-    A strict application raises that reason."""
+    A strict application raises that reason.
+    """
     try:
         with without_autocast(call.query.device):
             return serve(call, *more)

@@ -145,7 +145,8 @@ def summary(
 def reasons_by_layer(config: Any, count: int) -> dict[int, str | None]:
     """Reasons why layers do not see every token, by the configuration of a model's language part.
 
-    None where a layer does."""
+    None where a layer does.
+    """
     return {layer: why_not_full(config, layer) for layer in range(count)}
 
 

@@ -5,7 +5,8 @@ queries, T dense tails.
 
 A candidate's loss is a sum over query tiles, estimated by a few of them (sampled_tiles.py). The
 kernels that serve compute the scores: for one query tile, all candidates of all heads but dense are
-heads of one launch."""
+heads of one launch.
+"""
 
 from __future__ import annotations
 
@@ -285,7 +286,8 @@ def _row(
 def _without_scale(sparse: Tensor, dense: Tensor) -> Tensor:
     """Difference (..., E) to dense attention after the best factor on each query's output.
 
-    It is c * sparse - dense with c = <sparse, dense> / |sparse|^2."""
+    It is c * sparse - dense with c = <sparse, dense> / |sparse|^2.
+    """
     along = (sparse * dense).sum(-1, keepdim=True)
     size = sparse.square().sum(-1, keepdim=True).clamp_min(1e-30)
     return (sparse * (along / size)).sub_(dense)
