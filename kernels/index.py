@@ -134,10 +134,12 @@ class SparseIndex:
 
     @property
     def batch(self) -> int:
+        """B."""
         return self.diagonals.shape[0]
 
     @property
     def num_heads(self) -> int:
+        """H."""
         return self.diagonals.shape[1]
 
     @property
@@ -206,6 +208,7 @@ class SparseIndex:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the index's tensors."""
         # Rows that list nothing share one offset.
         entries = (
             self.diagonals,

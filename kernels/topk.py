@@ -34,6 +34,7 @@ class TopKCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the scores."""
         return self.scores.device
 
 

@@ -90,6 +90,8 @@ def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) 
     """Raise HeadwiseError unless `model` is the expected one.
 
     Args:
+        expected: what the artifact says of its model.
+        model: the model to compare.
         weights: compare the weights, too, after all else.
     """
     info = config_info(text_config(model), type(model).__name__, expected.name)

@@ -127,8 +127,11 @@ def score(inputs: LayerInputs, *, target: int, dense_tail: int, backend: str) ->
     """The scores of all heads and candidates of a layer, q (1, H, S, D), k (1, G, S, D) and v.
 
     Args:
+        inputs: of the layer.
         target: tiles that a head may compute, with the last `dense_tail` queries that see every
             key.
+        dense_tail: last queries that see every key.
+        backend: as for kernels.attention.sparse_attention.
     """
     heads, length = inputs.q.shape[1:3]
     dense = dense_of_layer(inputs, backend=backend)
@@ -311,6 +314,8 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
     Args:
         budget: "a_shape:SINK,WINDOW" for what that pattern computes, or a fraction of dense causal
             attention.
+        length: tokens of the prompt.
+        dense_tail: last queries that see every key.
 
     Raises:
         HeadwiseError: a budget that cannot be read, is more than dense, or is less than any pattern

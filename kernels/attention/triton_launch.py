@@ -310,8 +310,10 @@ def concurrent_programs(
     """Programs that a device runs at a time.
 
     Args:
+        build: the tile sizes and stages of a program.
         key_bytes: of a key and its value.
         query_bytes: of a query.
+        device: where the programs run.
     """
     return multiprocessors(device) * occupancy(build, key_bytes, query_bytes, _shared(device))
 
@@ -371,6 +373,12 @@ def combine(
     """The launch that merges the parts of `rows` query rows of each KV head.
 
     Args:
+        arguments: of the attention kernel; those of `scratch` among them.
+        out: (B, H, Q, E), written to.
+        lse: (B, H, Q) fp32, written to.
+        sinks: (H,) learned sinks, None for none.
+        rows: query rows of a KV head.
+        splits: parts of each row.
         holes: some rows belong to nobody, and have been written.
     """
     if sinks is not None:

@@ -1,4 +1,5 @@
 """The loops of the attention kernel, on the device: over own tiles, columns, inner tiles, edges.
+
 Imports triton.
 
 Shapes: M queries of a program, S keys of a step.
@@ -145,7 +146,13 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
     used for one purpose.
 
     Args:
+        i: number of the entry.
         left: the inner tile without a second one to pair with, which becomes an edge; -1 for none.
+        place: see the module's docstring.
+        named: see the module's docstring.
+        edged: see the module's docstring; read only if EDGE.
+        H: see the module's docstring.
+        EDGE: True for an edge, False for an inner tile.
     """
     held, at, _, _, _, _, _, _, dense, dense_last, _, _ = place
     walk, walk_width, _, _, inner, cut, tiles, listed = named

@@ -221,7 +221,7 @@ def column_sums_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
     STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores (B, G, K) fp32: each key's probabilities in all queries of a KV head's query heads.
+    """Scores (B, G, K) fp32: each key's probabilities in all queries of a KV head's query heads.
 
     A program has KEYS keys to itself and walks the queries that see them, so that no order of
     programs shows in a sum. Programs of one KV head run side by side and read its queries while the

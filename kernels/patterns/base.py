@@ -111,6 +111,7 @@ class SelectCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the builder."""
         return self.builder.device
 
 

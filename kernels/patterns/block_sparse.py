@@ -138,6 +138,7 @@ class TilesCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the queries."""
         return self.queries.device
 
 
@@ -188,8 +189,12 @@ def _best_tiles(
     They are counted from 1.
 
     Args:
+        queries: (B, h, rows, D).
+        keys: (B, h, tiles, D), a key for each tile.
         own: (rows, 1), the row's own among the tiles.
+        reach: how many tiles before its own a row sees.
         from_first: True if these begin with the first tile of all.
+        call: the call that these rows belong to.
     """
     tile = torch.arange(keys.shape[2], device=own.device)
     # The own tile comes first: it is always among the best, and its mass
@@ -223,6 +228,7 @@ class MeansCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of `x`."""
         return self.x.device
 
 

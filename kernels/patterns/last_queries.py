@@ -30,6 +30,7 @@ class EstimateCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the queries."""
         return self.q.device
 
 

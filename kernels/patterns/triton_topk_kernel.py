@@ -148,8 +148,14 @@ def taken(row, at, n, forced, worst, room, floor, SORT: tl.constexpr):
     """Mask of the places that are taken, and the number of those that equal the worst.
 
     Args:
-        worst, floor: from `search`.
+        row: the scores; see `_scores`.
+        at: the places.
+        n: number of scores.
+        forced: places before this one are taken before all others.
+        worst: from `search`.
         room: from `search`, less what is taken of it.
+        floor: from `search`.
+        SORT: how `row` is read; see `_scores`.
     """
     score = _scores(row, at, n, SORT)
     order = _ordered(score)

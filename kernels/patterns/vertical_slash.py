@@ -62,8 +62,10 @@ class Lines(Builder):
         return tuple((min(n, 2 * d), 0, min(c, self.k_len)) for c, d in limits)
 
     def select(self, patterns: Sequence[VerticalSlash]) -> SparseIndex:
-        """See Builder. A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and
-        ceil(s / TILE), in every row alike.
+        """See Builder.select.
+
+        A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and ceil(s / TILE), in
+        every row alike.
         """
         n = num_tiles(self.k_len)
         coverage = [p.coverage for p in patterns]

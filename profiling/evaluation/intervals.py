@@ -78,8 +78,9 @@ def share_of(
     """The sum of values over the sum of sizes, with Student's interval of its linear approximation.
 
     Args:
-        values, sizes: of each unit, such as answers lost and answers in all of a context; units of
-            size 0 count as well.
+        values: of each unit, such as answers lost of a context.
+        sizes: of each unit, such as answers in all of a context; units of size 0 count as well.
+        confidence: of the interval, such as 0.95.
     """
     numbers = _checked(values)
     weights = _checked(sizes)

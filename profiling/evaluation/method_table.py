@@ -188,6 +188,7 @@ def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, .
     """List all methods of an artifact, dense first.
 
     Args:
+        artifact: the artifact to list the methods of.
         beside: other artifacts by name.
     """
     caches = [

@@ -101,6 +101,8 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     """Tasks, methods and counts of a run.
 
     Args:
+        config: of the run.
+        artifact: the artifact that is evaluated.
         beside: names of the other artifacts.
     """
     quick = config.quick

@@ -41,7 +41,8 @@ class HeadwiseLM(HFLM):
             config: the artifact, or `dense` for the model's own attention.
             check_weights: see runtime.LoadedArtifact.apply.
             point: of the artifact's front, see runtime.load.
-            dtype, kwargs: see HFLM.
+            dtype: see HFLM.
+            **kwargs: see HFLM.
 
         Raises:
             HeadwiseError: no config; an artifact that cannot be read or is for another model.

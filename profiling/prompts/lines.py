@@ -122,7 +122,12 @@ def _listed(
     """Join head, lines and question; return the ids and the span of each needed line.
 
     Args:
+        request: what the prompts should be.
+        needed: the lines that the answer depends on.
         more: makes the lines of one more item.
+        question: printed after the lines.
+        rng: source of the order and the places.
+        head: printed before the lines.
     """
     encode = request.encode
     before = encode(head)

@@ -94,6 +94,7 @@ class Context:
 
     @property
     def batch(self) -> int:
+        """Number of sequences in the call; 0 if unknown."""
         return len(self.fresh or self.ranges or ())
 
     @cached_property

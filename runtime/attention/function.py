@@ -231,6 +231,7 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     """Reason why a prefill is dense, None where it is sparse; refuses one that should be sparse.
 
     Args:
+        call: the call of a prefill.
         no_kernel: the reason why no kernel serves it, None where one does.
     """
     few = dense_reason(call)

@@ -46,6 +46,7 @@ class PrefillMask(LazyTensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> PrefillMask:
+        """Make the mask without its elements; see LazyTensor.of."""
         mask = cls.of((context.batch, 1, context.q_len, context.k_len), dtype, device)
         mask.context = context
         mask._dense = dense

@@ -43,7 +43,10 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
     """Reasons why the artifact cannot serve a model over `size` processes, most specific first.
 
     Args:
-        config, text: the configuration of the model and that of its language part.
+        artifact: the artifact to serve.
+        config: the configuration of the model.
+        text: the configuration of its language part.
+        size: number of processes.
     """
     architecture = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
     model = config_info(text, architecture, artifact.model.name)

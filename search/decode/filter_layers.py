@@ -71,6 +71,8 @@ def kept(mass: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
 
     Args:
         mass: (L, L).
+        layers: the full-attention layers, ascending.
+        choice: the filter layers and what each serves.
     """
     return 1 - total(1 - mass, layers, choice) / len(layers)
 

@@ -69,6 +69,9 @@ class SectionSearch:
 
         Args:
             lengths: in tokens, by task.
+            number: of the set.
+            samples: prompts of each task.
+            seed: of the prompts.
 
         Raises:
             HeadwiseError: a text is too short for that.

@@ -233,6 +233,7 @@ def advice(tasks: Sequence[TaskFigures], samples: int) -> str:
     """Advice for more answers.
 
     Args:
+        tasks: the figures of all tasks.
         samples: the value of --samples.
     """
     largest = _most_right([task for task in tasks if task.answers])

@@ -235,8 +235,14 @@ def _row(
     """(H, C) of each sum, over the queries of one tile.
 
     Args:
-        dense, by_out: (H, queries, E).
-        dense_lse: (H, queries).
+        inputs: of the layer.
+        joined: the indices of all candidates of all heads.
+        row: number of the query tile.
+        dense: (H, queries, E), output of dense attention.
+        dense_lse: (H, queries), its log-sum-exp.
+        by_out: (H, queries, E), gradient of the loss by the output; None if it is not known.
+        stream: of the model.
+        backend: as for kernels.attention.sparse_attention.
     """
     heads = inputs.q.shape[1]
     groups = inputs.k.shape[1]
