@@ -1,6 +1,7 @@
 """Search, gate and evaluate a model object, as the commands do for a model's name.
 
-Each call imports the modules that it needs."""
+Each call imports the modules that it needs.
+"""
 
 from __future__ import annotations
 

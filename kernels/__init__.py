@@ -4,7 +4,8 @@ Ours is `kernels.index`, `kernels.attention`, ...: import those, never a name fr
 Where another `kernels` lies further down the path, its folder joins `__path__` and its `__init__`
 runs in this namespace, so that `kernels.get_kernel` is theirs. Where none lies there, no
 `__version__` is defined: transformers then knows that theirs is absent. A built wheel has no such
-file: there both share one folder."""
+file: there both share one folder.
+"""
 
 import sys as _sys
 from importlib.machinery import PathFinder as _PathFinder

@@ -3,7 +3,8 @@
 A backend gets a call and trusts it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
-E value dim."""
+E value dim.
+"""
 
 from __future__ import annotations
 

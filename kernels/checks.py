@@ -1,7 +1,8 @@
 """Checks that calls share; every sentence of an error of theirs is written once.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
-E value dim."""
+E value dim.
+"""
 
 from __future__ import annotations
 

@@ -94,6 +94,7 @@ class SizedCache(Generic[_Asked, _Made]):
         self._lock = threading.Lock()
 
     def __call__(self, *args: _Asked.args, **none: _Asked.kwargs) -> _Made:
+        """Return the stored result for these arguments; compute and store it if there is none."""
         with self._lock:
             if (entry := self._made.pop(args, None)) is not None:
                 self._made[args] = entry

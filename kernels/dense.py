@@ -40,10 +40,18 @@ def dense_attention(
     kernels.attention with an index that is made once for each shape.
 
     Args:
-        q, k, v, scale, softcap, block_table, sinks, out, backend: as for sparse_attention.
+        q: as for sparse_attention.
+        k: as for sparse_attention.
+        v: as for sparse_attention.
         window: a query sees itself and the window - 1 keys before it; None is all of them.
         ragged: where the sequences lie, if they are not all as long as the tensors; needed with a
             block table.
+        scale: as for sparse_attention.
+        softcap: as for sparse_attention.
+        block_table: as for sparse_attention.
+        sinks: as for sparse_attention.
+        out: as for sparse_attention.
+        backend: as for sparse_attention.
 
     Returns:
         Output and log-sum-exp, as kernels.attention.attend.

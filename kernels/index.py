@@ -27,7 +27,8 @@ are always computed. BLASST compares with a running maximum from left to right i
 first.
 
 The entries of a head, and those of a row's list, are ascending and padded at the end with PAD,
-which lies beyond every causal limit."""
+which lies beyond every causal limit.
+"""
 
 from __future__ import annotations
 
@@ -133,10 +134,12 @@ class SparseIndex:
 
     @property
     def batch(self) -> int:
+        """B."""
         return self.diagonals.shape[0]
 
     @property
     def num_heads(self) -> int:
+        """H."""
         return self.diagonals.shape[1]
 
     @property
@@ -205,6 +208,7 @@ class SparseIndex:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the index's tensors."""
         # Rows that list nothing share one offset.
         entries = (
             self.diagonals,
@@ -334,7 +338,8 @@ class SparseIndex:
         """Raise ValueError where an invariant is broken.
 
         Reads the data, which waits for a GPU. Attention asks for it the first time that it meets an
-        index made by hand; those that patterns build are right by the way they are made."""
+        index made by hand; those that patterns build are right by the way they are made.
+        """
         if self._valid:
             return
         self.check_shapes()

@@ -26,10 +26,11 @@ def merge_attention(
     Dao et al.).
 
     Args:
-        out, lse: (B, H, Q, E) and fp32 (B, H, Q); a query that sees nothing there has -inf. A
-            learned sink is included.
-        q, k, v: (B, H, Q, D), (B, G, s, D) and (B, G, s, E): torch multiplies them in fp32, so s
-            should be small.
+        out: (B, H, Q, E), a learned sink included.
+        lse: (B, H, Q) fp32, a learned sink included; a query that sees nothing there has -inf.
+        q: (B, H, Q, D).
+        k: (B, G, s, D); torch multiplies keys and values in fp32, so s should be small.
+        v: (B, G, s, E).
         seen: (Q, s) bool, which of these keys a query sees; None for all of them.
         scale: of the logits.
         softcap: as kernels.attention.sparse_attention has it.

@@ -208,7 +208,11 @@ def logits_of(q: Tensor, k: Tensor, seen: Tensor, *, scale: float, softcap: floa
     """Logits (..., Q, K), at least in fp32, of q (..., Q, D) and k (..., K, D).
 
     Args:
+        q: (..., Q, D).
+        k: (..., K, D).
         seen: (..., Q, K) bool; logits are -inf where it is False.
+        scale: factor on the logits.
+        softcap: logits become softcap * tanh(logits / softcap); None leaves them.
     """
     logits = _wide(q) @ _wide(k).transpose(-1, -2) * scale
     if softcap is not None:
@@ -222,6 +226,7 @@ def softmax(logits: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor
     Zeros and -inf for a query that sees nothing.
 
     Args:
+        logits: (..., Q, K), -inf where a query does not see a key.
         sinks: broadcasts to (..., Q): the logit of one more key, which has no value.
     """
     count = logits.shape[-1]

@@ -34,6 +34,7 @@ class TopKCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the scores."""
         return self.scores.device
 
 
@@ -156,7 +157,8 @@ def csr_offsets(
     """Offsets of each row's list, (B, h, R + 1) int64, and the number of entries in all.
 
     Head i lists at most sizes[i] tiles, and no more than lie before the row's own, at key tile
-    first + r. Not to be written to."""
+    first + r. Not to be written to.
+    """
     offsets, total = _made(sizes, batch, rows, first, device)
     return offsets.read(), total
 

@@ -1,11 +1,11 @@
-"""headwise similarity: which layers rank first the tokens that the layers after them attend to.
+r"""headwise similarity: which layers rank first the tokens that the layers after them attend to.
 
 Prompts of several tasks are decoded step by step. At each step every layer that sees the whole
 prompt ranks the tokens by its own attention, and S[i, j] is the fraction of layer j's attention on
 layer i's top-k tokens: OmniKV, section 3.1 and Figures 1c, 6 and 8, with what it does to each KV
 head's output. Sliding-window layers are marked and left out.
 
-headwise similarity --model smollm2 --out profile/ --task multi_hop:novel.txt --task kv_retrieval \\
+headwise similarity --model smollm2 --out profile/ --task multi_hop:novel.txt --task kv_retrieval \
     --task text:novel.txt --length 4096 --steps 32
 """
 

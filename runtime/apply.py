@@ -97,7 +97,10 @@ def attach(
     """Check the model, plan every layer once, and switch the model over. See LoadedArtifact.apply.
 
     Args:
+        model: the model to switch over.
         settings: the user's options; the handle's also have the fields that depend on the model.
+        artifact: the artifact to apply; None for dense attention.
+        check_weights: see LoadedArtifact.apply.
     """
     names = ["auto", *(name for name, backend in BACKENDS.items() if "attention" in backend.ops)]
     if settings.backend not in names:

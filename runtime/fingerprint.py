@@ -90,6 +90,8 @@ def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) 
     """Raise HeadwiseError unless `model` is the expected one.
 
     Args:
+        expected: what the artifact says of its model.
+        model: the model to compare.
         weights: compare the weights, too, after all else.
     """
     info = config_info(text_config(model), type(model).__name__, expected.name)
@@ -121,7 +123,8 @@ def compare(expected: ModelInfo, actual: ModelInfo) -> None:
     """Raise HeadwiseError naming the first field in which the models differ, with both values.
 
     None differs from nothing: an imported artifact does not know it of its model, or it was not
-    read of this one."""
+    read of this one.
+    """
     for field in _COMPARED:
         wanted = getattr(expected, field)
         value = getattr(actual, field)

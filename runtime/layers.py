@@ -60,7 +60,8 @@ def heads_in(config: Any) -> tuple[int, int]:
 def of_full_layers(config: Any, name: str) -> Any:
     """Field of a configuration, None where it has none.
 
-    Where layers differ in it (Gemma 4), that of the full ones."""
+    Where layers differ in it (Gemma 4), that of the full ones.
+    """
     kinds = list(getattr(config, "layer_types", None) or ())
     layers = getattr(config, "per_layer_config", None)
     if not layers or "full_attention" not in kinds:
@@ -161,7 +162,8 @@ def sliding_layers(modules: Mapping[int, nn.Module]) -> set[int]:
 def why_not_full(config: Any, layer: int, module: nn.Module | None = None) -> str | None:
     """Reason why a layer does not see every token, None where it does.
 
-    Arguments: see layer_kind."""
+    Arguments: see layer_kind.
+    """
     kind = layer_kind(config, layer, module)
     if kind == "full":
         return None

@@ -1,6 +1,7 @@
 """Tensors without memory, in place of data that is elsewhere, dropped, or made when read.
 
-Shapes: B batch, G KV heads, Q new tokens, D head dim."""
+Shapes: B batch, G KV heads, Q new tokens, D head dim.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +66,7 @@ class NewTokens(LazyTensor):
 
     @staticmethod
     def __new__(cls, layer: Any, new: Tensor, slots: int) -> NewTokens:
+        """Make the tensor without its elements; see LazyTensor.of."""
         tensor = cls.of((*new.shape[:2], slots, new.shape[3]), new.dtype, new.device)
         tensor.layer = layer
         return tensor

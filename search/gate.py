@@ -11,7 +11,8 @@ Where dense attention gets so few answers right that a loss of one in five would
 nothing is proven: the first line reports it, and the exit status is 3, as for a gate that fails.
 
 With --out an artifact that passes is written for the model that it was checked on: a fine-tune, or
-the model of an import, which does not say which it is for."""
+the model of an import, which does not say which it is for.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@
 Heads that need few tokens leave more to the others. Each head's curve of error against budget is
 measured (profiling.caches.budget_curves), the total is spent exactly, and the result is compared
 with the same total spent evenly, on held-out prompts; where it is not better beyond chance, even is
-written. Other prompts report."""
+written. Other prompts report.
+"""
 
 from __future__ import annotations
 

@@ -127,8 +127,11 @@ def score(inputs: LayerInputs, *, target: int, dense_tail: int, backend: str) ->
     """The scores of all heads and candidates of a layer, q (1, H, S, D), k (1, G, S, D) and v.
 
     Args:
+        inputs: of the layer.
         target: tiles that a head may compute, with the last `dense_tail` queries that see every
             key.
+        dense_tail: last queries that see every key.
+        backend: as for kernels.attention.sparse_attention.
     """
     heads, length = inputs.q.shape[1:3]
     dense = dense_of_layer(inputs, backend=backend)
@@ -287,7 +290,8 @@ def change_space(
 
     Tiles are counted from the index on the layer's own q and k: a head whose diagonals lie
     scattered gets fewer of them than one whose diagonals share tiles. A head whose smallest pattern
-    computes more gets that one."""
+    computes more gets that one.
+    """
     lowest, highest = bounds(start, length)
     low = [lowest] * num_heads
     high = [highest] * num_heads
@@ -310,6 +314,8 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
     Args:
         budget: "a_shape:SINK,WINDOW" for what that pattern computes, or a fraction of dense causal
             attention.
+        length: tokens of the prompt.
+        dense_tail: last queries that see every key.
 
     Raises:
         HeadwiseError: a budget that cannot be read, is more than dense, or is less than any pattern

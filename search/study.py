@@ -2,7 +2,8 @@
 
 Each allocation of `headwise search`, each section of `headwise kv` and each choice of `headwise
 filters` is one trial. Its losses are the values, all to be minimized, so that the dashboard shows
-their Pareto front and the importance of each parameter."""
+their Pareto front and the importance of each parameter.
+"""
 
 from __future__ import annotations
 

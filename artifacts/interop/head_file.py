@@ -46,10 +46,12 @@ class Entry:
 
     @property
     def name(self) -> str:
+        """Name of the pattern in the file's words."""
         return str(self.as_json[0])
 
     @property
     def score(self) -> float | None:
+        """Score of the head, None for null."""
         if self.as_json[3] is None:
             return None
         return float(self.as_json[3])

@@ -122,7 +122,8 @@ class Artifact(Record):
     """Results for a model: patterns of heads, their search, and measurements.
 
     artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has
-    None and ""."""
+    None and "".
+    """
 
     schema_version: Literal[1] = Field(default=1, description="the layout of this file")
     created_at: Timestamp = Field(

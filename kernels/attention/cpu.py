@@ -56,7 +56,8 @@ def run(call: AttentionCall, *, engine: str | None = None) -> tuple[Tensor, Tens
     """Output and log-sum-exp of a call; `engine` takes another than the fastest.
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
-    the engine "float". Keys and values of 8 bits become q's dtype."""
+    the engine "float". Keys and values of 8 bits become q's dtype.
+    """
     index = call.index
     out = call.out
     sinks = call.sinks

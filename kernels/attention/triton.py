@@ -1,7 +1,8 @@
 """Sparse attention on the GPU in Triton: checks a call, prepares and launches it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, N
-key tiles."""
+key tiles.
+"""
 
 from __future__ import annotations
 
@@ -321,6 +322,9 @@ def tables(
     Nothing is read on the host.
 
     Args:
+        index: the index to make tables of.
+        rows: query tiles that one program serves, 1 or 2.
+        window: a query sees itself and the window - 1 keys before it; None for all of them.
         alone: of `rows` = 2, the heads whose programs serve one query tile all the same.
     """
     device = index.diagonals.device

@@ -15,7 +15,8 @@ call does not need is not compiled (kernels.attention.triton_launch.KernelConfig
 No program takes the tiles of another after its own. As a device hands programs out, 32 heads of 8K
 tokens or more are done within 2% of the time of evenly shared work; persistent ones, longest first,
 within 0.4%. Nor do warps specialise: Triton 3.9 compiles no loop so that looks its tiles up, or
-that another follows."""
+that another follows.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def _results(
     Last come the places of its log-sum-exps, or of the maxima and sums of a part.
 
     Recomputed to free the registers of the loops, from a number unknown to the compiler: `zero`
-    points to a 0, the last number of a head's tables."""
+    points to a 0, the last number of a head's tables.
+    """
     pid = tl.program_id(0) + tl.load(zero, volatile=True)
     _, batch, head, part, first_query, q_len, k_len, _, at = _queries(
         pid,
@@ -97,7 +99,8 @@ def _queries(
 
     The query heads of one KV head run side by side and read its keys while the L2 cache has them,
     then the next part of those; long rows start first, so that the last programs to finish are
-    short ones."""
+    short ones.
+    """
     blocks = (num_rows + H.rows - 1) // H.rows
     chunk = pid // per_chunk
     rest = pid % per_chunk
@@ -168,7 +171,8 @@ def sparse_attention_kernel(
     ascending, `chunks` times H / G of them. skip (B, H) fp32 if H.skip: the log of each head's
     threshold; skipped (B, H) int32: to which is added how many tiles it skips. tops, totals (B, G,
     P, H / G * Q) and partial (..., E) fp32 if H.split, instead of out and lse: of each of the P =
-    splits parts maximum (as a power of two), sum and unnormalised output."""
+    splits parts maximum (as a power of two), sum and unnormalised output.
+    """
     tl.static_assert(H.rows == 1 or not (H.tiles or H.skip))
     pid = tl.program_id(0)
     if H.subset:  # noqa: SIM102 (known at compile time; the next is not)

@@ -8,7 +8,8 @@ multiprocessor of Hopper wants two warp groups at work, one in softmax, one mult
 tile of keys and values from the L2 cache for every `rows` * 64 queries: at rows = 1 that is 64
 operations for each byte, for which the cache delivers a little over half of the matrix rate. With
 128 keys a step the output is rescaled half as often as with 64, where registers and shared memory
-suffice."""
+suffice.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class TileConfig:
     are waited for when the next one's are asked for.
 
     `registers` is a thread's limit; without one the compiler spills a few to fit another program on
-    a multiprocessor."""
+    a multiprocessor.
+    """
 
     rows: int
     keys: int
@@ -118,7 +120,8 @@ class KernelConfig:
         """Keys of a step over columns or own tiles.
 
         Columns are looked up ahead in shared memory, too: in steps of 64 keys the parts would leave
-        too little of it for a second program on a multiprocessor of Hopper."""
+        too little of it for a second program on a multiprocessor of Hopper.
+        """
         limit = 64
         if self.split and self.columns and self.d0 > 64:
             limit = 32
@@ -238,7 +241,8 @@ def serves(target: str, *, dim: int, itemsize: int) -> bool:
     """True if a build fits: all but float32 wider than 256.
 
     Blackwell's tensor memory does not hold logits and an output wider than 256: the compiler leaves
-    a trap there."""
+    a trap there.
+    """
     if dim > 256 and target.startswith(("sm_10", "sm_11")):
         return False
     return itemsize == 2 or dim <= 256 or target == "interpreter"
@@ -284,7 +288,8 @@ def count(programs: int, steps: int, at_once: int) -> int:
     """Parts to cut the `steps` of each program into on a device that runs `at_once` programs.
 
     The time of a launch is taken to be that of its last wave: as many programs as run at once, one
-    after the other."""
+    after the other.
+    """
     if programs >= _WAVES * at_once:
         return 1
     limit = max(1, min(_MOST, steps // (2 * OVERHEAD)))
@@ -305,8 +310,10 @@ def concurrent_programs(
     """Programs that a device runs at a time.
 
     Args:
+        build: the tile sizes and stages of a program.
         key_bytes: of a key and its value.
         query_bytes: of a query.
+        device: where the programs run.
     """
     return multiprocessors(device) * occupancy(build, key_bytes, query_bytes, _shared(device))
 
@@ -315,7 +322,8 @@ def occupancy(build: TileConfig, key_bytes: int, query_bytes: int, shared: int |
     """Programs of a build that a multiprocessor holds; None: its shared memory is large enough.
 
     Registers suffice for two of four warps, or one of eight. Keys and values lie there stage by
-    stage."""
+    stage.
+    """
     by_registers = max(1, 8 // build.warps)
     if shared is None:
         return by_registers
@@ -365,6 +373,12 @@ def combine(
     """The launch that merges the parts of `rows` query rows of each KV head.
 
     Args:
+        arguments: of the attention kernel; those of `scratch` among them.
+        out: (B, H, Q, E), written to.
+        lse: (B, H, Q) fp32, written to.
+        sinks: (H,) learned sinks, None for none.
+        rows: query rows of a KV head.
+        splits: parts of each row.
         holes: some rows belong to nobody, and have been written.
     """
     if sinks is not None:

@@ -1,4 +1,5 @@
 """The loops of the attention kernel, on the device: over own tiles, columns, inner tiles, edges.
+
 Imports triton.
 
 Shapes: M queries of a program, S keys of a step.
@@ -24,7 +25,8 @@ another sequence. `named` is (walk, walk_width, table_width,
 reach, inner, cut, tiles, listed): the entries of tables and lists, how many tiles before its own
 the first query tile can see, how many are inner tiles, and lists that are edges; `edged` is
 (firsts, seconds, edges), tiles wanted by the first alone, by the second alone, and edges in all;
-`columned` is (columns, first, count, search_steps). The others are triton_step's."""
+`columned` is (columns, first, count, search_steps). The others are triton_step's.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,13 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
     used for one purpose.
 
     Args:
+        i: number of the entry.
         left: the inner tile without a second one to pair with, which becomes an edge; -1 for none.
+        place: see the module's docstring.
+        named: see the module's docstring.
+        edged: see the module's docstring; read only if EDGE.
+        H: see the module's docstring.
+        EDGE: True for an edge, False for an inner tile.
     """
     held, at, _, _, _, _, _, _, dense, dense_last, _, _ = place
     walk, walk_width, _, _, inner, cut, tiles, listed = named
@@ -204,7 +212,8 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
     """The inner tiles, unmasked, or the edges: for one query tile of two, or cut by the window.
 
     Edges come in steps of at most a tile: what 128 keys and a mask take of registers is more than
-    there are."""
+    there are.
+    """
     _, _, half, floor, _, _, first_key, _, _, _, _, _ = place
     _, _, _, _, inner, cut, _, listed = named
     KEYS: tl.constexpr = H.masked_keys if EDGE else H.keys
@@ -290,7 +299,8 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
     """Key tile 0, if wanted, then the others that are not skipped; and the number skipped.
 
     `bound` is the log of the threshold. Columns and the own tile have been computed. A tile that
-    takes several steps is multiplied once more where it counts."""
+    takes several steps is multiplied once more where it counts.
+    """
     PARTS: tl.constexpr = 64 // H.keys
     held, at, _, floor, _, exists, first_key, _, dense, _, _, _ = place
     _, _, _, _, inner, cut, tiles, listed = named
@@ -348,7 +358,8 @@ def every_step(asked, kv, place, named, columned, bound, H: tl.constexpr):
     """The state of one program: its own tiles, then columns, then inner tiles, then edges; and 0.
 
     What own tiles and columns take of registers is free again in the loops that take the most. If
-    H.skip, the last are those that may be skipped, and how many were is returned."""
+    H.skip, the last are those that may be skipped, and how many were is returned.
+    """
     _, _, _, _, inner, cut, _, listed = named
     columns, first, count, search_steps = columned
     state = no_state(H)

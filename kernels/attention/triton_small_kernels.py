@@ -1,7 +1,8 @@
 """Device code of the launches around attention: an index's tables, and the merge of parts.
 
 Imports triton. Shapes: B batch, H query heads, G KV heads, Q query length, E value dim, N key
-tiles, P parts, ND diagonals of a head, NC columns."""
+tiles, P parts, ND diagonals of a head, NC columns.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def combine_kernel(
 
     tops, totals (B, G, P, rows) and partial (B, G, P, rows, E) fp32, rows = H / G * Q; where a
     total is 0 nothing else is read. sinks (H) fp32 if SINKS: a logit of each head that takes part
-    in the softmax and has no value. Rows without a part are left as they are if HOLES."""
+    in the softmax and has no value. Rows without a part are left as they are if HOLES.
+    """
     pid = tl.program_id(0).to(tl.int64)
     kv = pid // rows
     row = pid % rows
@@ -97,8 +99,19 @@ def tables_kernel(
         diagonals: (B, H, ND) int32, as in a SparseIndex.
         columns: (B, H, NC) int32, as in a SparseIndex.
         alone: (H) int32 if ALONE: 1 for each head whose programs serve one query tile, not two.
+        tables: (B, H, 4 * walk_width + 7 * (n + 1)) int32, written to.
+        heads: H.
+        width: ND.
+        columns_width: NC.
+        walk_width: entries that each of the four walks has space for.
+        n: key tiles.
         reach: the farthest diagonal that any query sees.
         window: the whole tiles that it holds, or more than there are.
+        steps: steps of a binary search in the diagonals.
+        column_steps: steps of a binary search in the columns.
+        ROWS: query tiles that one program serves, 1 or 2.
+        ALONE: False if `alone` is a placeholder.
+        CHUNK: entries that are read at a time.
     """
     head = tl.program_id(0).to(tl.int64)
     # The farthest tile before a program's first that no window cuts.

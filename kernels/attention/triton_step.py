@@ -6,7 +6,8 @@ Tuples of arguments: `asked` is (q0, q1, scale, softcap), the queries in two
 parts and what their logits are scaled by; `state` is (acc0, acc1, top, total), the unnormalised
 output in two parts, maximum and sum; `kv` is (k, v, pages, k_page, k_row, v_page, v_row), a KV head
 with its strides, of pages or of batch elements; H is a
-kernels.attention.triton_launch.KernelConfig, the compile-time constants."""
+kernels.attention.triton_launch.KernelConfig, the compile-time constants.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
     The step holds the part-th KEYS keys of tile `one`, or all of `one` and of `two`. Only small
     pages need a look-up for each row; elsewhere it would cost registers. Select first, then
     multiply by the stride: the compiler does not see that a selection of products is aligned, and
-    would copy it with loads that wait."""
+    would copy it with loads that wait.
+    """
     k, v, pages, k_page, k_row, v_page, v_row = kv
     lane = tl.arange(0, KEYS)
     within = lane
@@ -196,7 +198,8 @@ def attend(
     In powers of two.
 
     `present` (S) marks the keys to read, used if TAIL; `live`, broadcast to (M, S), marks the
-    logits that count, used if MASK."""
+    logits that count, used if MASK.
+    """
     logits = logits_of(asked, k, k_rows, present, live, H, TAIL, MASK)
     return weigh(asked, state, logits, v, v_rows, present, H, TAIL)
 

@@ -1,7 +1,8 @@
 """Decode: attention of a few queries over all or chosen keys, with scores on request.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
-E value dim."""
+E value dim.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 With summed scores of any number of queries: sums.cpp.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
-E value dim."""
+E value dim.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def run(call: DecodeCall, *, engine: str | None = None) -> Decoded:
     """Results of a call; `engine` takes another than the fastest.
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
-    the engine "float"."""
+    the engine "float".
+    """
     q = call.q
     if q.shape[2] > MAX_QUERIES:
         return _with_sums(call, engine)
@@ -64,7 +66,8 @@ def _with_sums(call: DecodeCall, engine: str | None) -> Decoded:
     """Results of a prompt, with summed scores.
 
     Rows of attention exist for 64 queries of a head at a time, one such tile a thread. `engine`
-    takes another than the fastest (kernels.attention.cpu.engines)."""
+    takes another than the fastest (kernels.attention.cpu.engines).
+    """
     dtype = call.q.dtype
     q, k, v = map(with_rows, (call.q, call.k.to(dtype), call.v.to(dtype)))
     return Decoded(

@@ -35,6 +35,7 @@ class EvictCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the keys."""
         return self.keys.device
 
     @property

@@ -1,7 +1,8 @@
 """Decode over all or chosen keys on the GPU in Triton: checks, prepares and launches a call.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
-E value dim, R = Q * H / G query rows of a KV head, S splits."""
+E value dim, R = Q * H / G query rows of a KV head, S splits.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def select_build(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
 
     Untimed: about 48 KiB of keys and values in flight, so that two programs or more fit a
     multiprocessor and together saturate its part of the memory's bandwidth; as many query rows as
-    the registers hold."""
+    the registers hold.
+    """
     limit = 64
     if dim > 128:
         limit = 32
@@ -119,7 +121,8 @@ def occupancy(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
     """Programs of a build per multiprocessor: as many as fit, so that there is one wave.
 
     Look-ups for each key take registers. Two programs have enough loads in flight to use all of the
-    memory's bandwidth."""
+    memory's bandwidth.
+    """
     if build.warps > 4 or dim > 128:
         return 2
     return 4 - tokens - paged
@@ -137,7 +140,8 @@ def run(call: DecodeCall, *, splits: int | None = None) -> Decoded:
 def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[KernelCall], Decoded]:
     """The launches that serve a call, and the results that they write.
 
-    `splits` replaces the number of splits that suits the device."""
+    `splits` replaces the number of splits that suits the device.
+    """
     tokens = call.tokens
     starts = call.starts
     ends = call.ends
@@ -323,7 +327,8 @@ def select_sums_build(target: str, *, dim: int, itemsize: int) -> SumsBuild:
 
     Untimed: keys stay in shared memory and queries come by, as many bytes of both as let two
     programs run side by side where there is room for that, so that one multiplies while the other
-    makes probabilities."""
+    makes probabilities.
+    """
     if target == "interpreter":
         return SumsBuild(keys=32, queries=32, warps=4, stages=1)
     if itemsize == 4:

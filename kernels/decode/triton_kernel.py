@@ -133,7 +133,8 @@ def split_kernel(
 
     tops, totals (B, G, S, R) and partial (B, G, S, R, E) fp32: maximum (as a power of two), sum and
     unnormalised output. kept (B, G, R, N) fp32 if KEEP: the logits as powers of two, of places that
-    some query sees."""
+    some query sees.
+    """
     split = tl.program_id(1)
     blocks = (rows + ROWS - 1) // ROWS
     kv = (tl.program_id(0) // blocks).to(tl.int64)
@@ -220,11 +221,12 @@ def column_sums_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
     STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores (B, G, K) fp32: each key's probabilities in all queries of a KV head's query heads.
+    """Scores (B, G, K) fp32: each key's probabilities in all queries of a KV head's query heads.
 
     A program has KEYS keys to itself and walks the queries that see them, so that no order of
     programs shows in a sum. Programs of one KV head run side by side and read its queries while the
-    L2 cache has them, the longest first."""
+    L2 cache has them, the longest first.
+    """
     tiles = (k_len + KEYS - 1) // KEYS
     kv = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * KEYS

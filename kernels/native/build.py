@@ -72,7 +72,8 @@ def load() -> str | None:
     so that an interrupted build does no harm. A library that does not load (cut off, or of another
     machine that shares the folder) is compiled again. The folder must belong to the user, and
     nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another
-    compiler."""
+    compiler.
+    """
     # Threads that come first together would compile and load two, and torch takes operators of a
     # name only once.
     with _loading:
@@ -225,7 +226,8 @@ def compile_library(
     """Compile all sources into one library, for the processors that the flags `machine` name.
 
     Raises subprocess.CalledProcessError with the compiler's message, OSError where it cannot be
-    stored."""
+    stored.
+    """
     home = Path(torch.__file__).parent
     openmp = ["-fopenmp"]
     if sys.platform == "darwin":

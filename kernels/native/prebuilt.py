@@ -3,7 +3,8 @@
 A wheel that is built with HEADWISE_PREBUILD=1 (setup.py) holds a library for each level of its
 architecture. AMX needs no separate library: the one for AVX-512 bf16 has its instructions in
 separate functions (tiles.h). A library fits the release of torch that it was built with; with
-another one, and on a processor below every level, the code is compiled at first use."""
+another one, and on a processor below every level, the code is compiled at first use.
+"""
 
 from __future__ import annotations
 

@@ -126,7 +126,8 @@ class LayerPlan:
     def at(self, k_len: int) -> LayerPlan:
         """The plan with its patterns' sizes on `k_len` keys; itself where nothing grows.
 
-        Lengths count in whole tiles: a cache that grows does not plan again for every token."""
+        Lengths count in whole tiles: a cache that grows does not plan again for every token.
+        """
         tiles = num_tiles(k_len)
         if self.length is None or tiles <= num_tiles(self.length):
             return self
@@ -168,9 +169,9 @@ class LayerPlan:
         index does not depend on the rest of its batch.
 
         Args:
-            q, k: queries and keys; with `ragged` each of its sequences has its queries last. With a
-                block table k is a cache (pages, page size, G, D) of q's dtype, or of 8 bits, which
-                are read in q's dtype.
+            q: queries; with `ragged` each of its sequences has its queries last.
+            k: (B, G, K, D) keys. With a block table a cache (pages, page size, G, D) of q's dtype,
+                or of 8 bits, which are read in q's dtype.
             scale: factor on the logits; D ** -0.5 if None.
             window: a sliding layer's window: a query sees itself and the window - 1 keys before it.
             ragged: where the sequences lie, if they are not all as long as the tensors.

@@ -16,7 +16,8 @@ class AShape(Pattern):
     MInference 1.0, section 3; StreamingLLM.
 
     Whole tiles are computed, so a query may see up to 2 * (TILE - 1) keys more than its window. The
-    first tile is always kept. A sliding window is left to whoever reads the index."""
+    first tile is always kept. A sliding window is left to whoever reads the index.
+    """
 
     kind: ClassVar[str] = "a_shape"
     growing: ClassVar[tuple[str, ...]] = ("window",)

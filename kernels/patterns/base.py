@@ -111,6 +111,7 @@ class SelectCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the builder."""
         return self.builder.device
 
 
@@ -236,7 +237,8 @@ class Pattern:
     def limits(self) -> tuple[int, int]:
         """Most columns and most diagonals of a head: the first, where nothing is read.
 
-        Vertical-slash counts distances in place of diagonals."""
+        Vertical-slash counts distances in place of diagonals.
+        """
         raise NotImplementedError
 
     def bound(self, k_len: int) -> float | None:

@@ -32,7 +32,8 @@ class BlockSparse(Pattern):
     With a `coverage`, only the smallest set of tiles that holds this fraction of the attention
     between the means, still at most `blocks` (FlexPrefill, Lai 2025, Algorithm 4; XAttention, Xu
     2025, section 2.2). The query's own tile and the first tile are always among them, so that 1 and
-    2 blocks are the same."""
+    2 blocks are the same.
+    """
 
     kind: ClassVar[str] = "block_sparse"
     growing: ClassVar[tuple[str, ...]] = ("blocks",)
@@ -137,6 +138,7 @@ class TilesCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the queries."""
         return self.queries.device
 
 
@@ -187,8 +189,12 @@ def _best_tiles(
     They are counted from 1.
 
     Args:
+        queries: (B, h, rows, D).
+        keys: (B, h, tiles, D), a key for each tile.
         own: (rows, 1), the row's own among the tiles.
+        reach: how many tiles before its own a row sees.
         from_first: True if these begin with the first tile of all.
+        call: the call that these rows belong to.
     """
     tile = torch.arange(keys.shape[2], device=own.device)
     # The own tile comes first: it is always among the best, and its mass
@@ -222,6 +228,7 @@ class MeansCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of `x`."""
         return self.x.device
 
 

@@ -3,7 +3,8 @@
 In torch each of these is a dozen operations over K columns, and every one waits for all threads.
 
 Shapes: B batch, H query heads, h heads of one kind, G KV heads, Q query length, K key length, D
-head dim."""
+head dim.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Attention of the last queries, from which vertical-slash selects (MInference 1.0, Algorithm 2).
 
 Shapes: B batch, h heads asked for, H query heads, G KV heads, Q query length, K key length, D head
-dim."""
+dim.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class EstimateCall:
 
     @property
     def device(self) -> torch.device:
+        """Device of the queries."""
         return self.q.device
 
 

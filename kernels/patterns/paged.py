@@ -1,7 +1,8 @@
 """Keys as builders read them: a tensor, or the pages of a serving engine's cache.
 
 Shapes: B batch, G KV heads, K key length, D head dim, P pages of a cache, S tokens of a page, N
-pages of a sequence."""
+pages of a sequence.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ In torch the estimate writes the attention of the last queries out, four bytes a
 them, and reads it again several times; here it stays on the chip.
 
 Shapes: B batch, H query heads, h heads asked for, G KV heads, Q query length, K key length, D head
-dim."""
+dim.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ that its keys are read once for all of them. Query blocks and key tiles are coun
 block or tile 0 ends with the last position, and the distance between block b and tile t is 64 * (t
 - b) + row - column, whatever the lengths.
 
-Pages are as in triton_means_kernels."""
+Pages are as in triton_means_kernels.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def normalisers_kernel(
     """Log-sum-exp of a query block over a chunk of key tiles: (B, h, rows, C) fp32, natural.
 
     members (groups, MEMBERS, 3): head, place among the heads asked for, and number of last queries;
-    the heads of a group share a KV head, and a place without one repeats a head with 0 queries."""
+    the heads of a group share a KV head, and a place without one repeats a head with 0 queries.
+    """
     group = tl.program_id(0) % groups
     part = tl.program_id(0) // groups % chunks
     batch = (tl.program_id(0) // groups // chunks).to(tl.int64)
@@ -265,7 +267,8 @@ def masses_kernel(
 
     normalisers (B, h, rows, C) fp32: natural log-sum-exp of each query's logits, by chunks of keys.
     vertical (B, h, K) fp32. near, far (B, h, tiles * 64) fp32: the mass at a distance is the sum of
-    both."""
+    both.
+    """
     group = tl.program_id(0) % groups
     part = tl.program_id(0) // groups % chunks
     batch = (tl.program_id(0) // groups // chunks).to(tl.int64)

@@ -4,7 +4,8 @@ Imports triton. Shapes: B batch, h heads asked for, D head dim.
 
 Means are of tiles on the grid of positions, counted from the first. If PAGE > 0, keys lie in pages
 of PAGE tokens: k_batch is the stride of a page, and `pages` (B, pages_width) int32 names the page
-that holds keys i * PAGE and on."""
+that holds keys i * PAGE and on.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def rows_of(k, pages, start, last, present, k_page, k_row, PAGE: tl.constexpr):
     """Base and offsets of 64 keys from `start` on; `last` is the last that exists.
 
     They touch two pages at most; only smaller ones need a look-up for each row. Select
-    first, then multiply by the stride (kernels.attention.triton_step)."""
+    first, then multiply by the stride (kernels.attention.triton_step).
+    """
     column = tl.arange(0, TILE)
     if PAGE == 0:
         k += start.to(tl.int64) * k_row

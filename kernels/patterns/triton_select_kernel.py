@@ -1,6 +1,7 @@
 """Device code that writes a layer's index; kernels.patterns.triton launches it. Imports triton.
 
-Shapes: B batch, H query heads, R query tiles, N key tiles, K key length."""
+Shapes: B batch, H query heads, R query tiles, N key tiles, K key length.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def _diagonals(
     """Writes the tile offsets that the best distances cross, ascending, padded to `width`.
 
     One at distance s crosses floor(s / TILE) and ceil(s / TILE), which is the next unless s is a
-    multiple of TILE."""
+    multiple of TILE.
+    """
     worst, room, floor = search(row, 0, TILE, k_len, size, share, 0.0, CHUNK, SORT, COVERAGE)
     tiles = tl.arange(0, CHUNK // TILE)
     lane = tl.arange(0, TILE)
@@ -111,17 +113,40 @@ def select_kernel(
     The first `lines` programs, 2 * B * H or none, write columns and diagonals.
 
     Args:
-        vertical, near, far: (B, massed, K) and twice (B, massed, seen) fp32: masses of columns,
-            and of distances, the sum of two if FAR.
+        vertical: (B, massed, K) fp32: masses of columns.
+        near: (B, massed, seen) fp32: masses of distances.
+        far: (B, massed, seen) fp32: masses that are added to those of `near` if FAR.
         scores: (B, lists, rows, width) fp32: of tiles `tile` ... for query tiles `row` ...
         table: (H, 3) int32: place among the heads with masses, or -1: the first entries; most
             columns; most distances, or diagonals without masses.
         listed: (lists, 2) int32: head, and most tiles of a row, its own not included.
         shares: (H) fp64 if COVERAGE: the fraction of the mass that a head takes; 0 takes all.
-        diagonals, columns, offsets, tiles: of the index; offsets and tiles if LISTS.
+        diagonals: of the index.
+        columns: of the index.
+        offsets: of the index; written if LISTS.
+        tiles: of the index; written if LISTS.
+        lines: programs that write columns and diagonals.
+        heads: H.
+        massed: heads with masses.
+        lists: heads with lists of tiles.
+        k_len: K.
+        n: key tiles.
+        seen: distances with masses.
+        diagonals_width: ND.
+        columns_width: NC.
         all_rows: R.
         first: key tile of row 0.
         reach: how many tiles before its own a row sees.
+        row: the first query tile of `scores`.
+        rows: query tiles of `scores`.
+        tile: the first key tile of `scores`.
+        width: key tiles of `scores`.
+        scale: factor on the scores before their softmax, if COVERAGE.
+        LISTS: True if a head has a list of tiles.
+        COVERAGE: True if a head takes a fraction of the mass.
+        FAR: True if `far` is read.
+        CHUNK: entries of columns and diagonals that are read at a time.
+        ROW_CHUNK: scores of a row that are read at a time.
     """
     pid = tl.program_id(0)
     share = tl.full([], 0.0, tl.float64)

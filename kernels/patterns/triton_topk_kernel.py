@@ -4,7 +4,8 @@ Shapes: B batch, H query heads, h heads of one kind, R query tiles, N key tiles,
 
 A row of scores is a tuple (scores, more, seen, factor, top, total), of which only what its sort
 needs is read. PLAIN: scores. SUM: scores + more at the first `seen` places, 0 at others. SOFTMAX:
-exp2((scores - top) * factor) / total where `factor` is positive, else scores."""
+exp2((scores - top) * factor) / total where `factor` is positive, else scores.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def units_of(scores):
 def _worst(row, first, n, wanted, CHUNK: tl.constexpr, SORT: tl.constexpr):
     """The worst of the best `wanted` scores of first ... n, _ordered, and its equals among them.
 
-    A radix select: a histogram of eight bits at a time, from the highest, yields the digit."""
+    A radix select: a histogram of eight bits at a time, from the highest, yields the digit.
+    """
     bins = tl.arange(0, 256)
     worst = tl.full([], 0, tl.uint32)
     for level in tl.static_range(4):
@@ -88,7 +90,8 @@ def _mass_above(row, first, n, bound, CHUNK: tl.constexpr, SORT: tl.constexpr):
 def _worst_by_mass(row, first, n, held, wanted, CHUNK: tl.constexpr, SORT: tl.constexpr):
     """As _worst, of the fewest best scores that, with the mass `held`, hold the mass `wanted`.
 
-    Bit by bit: the sums of a digit's 256 masses would take the registers of 256 chunks."""
+    Bit by bit: the sums of a digit's 256 masses would take the registers of 256 chunks.
+    """
     worst = tl.full([], 0, tl.uint32)
     bit = tl.full([], 1 << 31, tl.uint32)
     for _ in range(32):
@@ -112,7 +115,8 @@ def search(
     """The worst score that is taken, the room for its equals, and what all others must exceed.
 
     Places first ... forced are taken before all others. A positive `share`, if COVERAGE: no more
-    are taken than hold this fraction of the mass; `own` has mass, and is taken, too."""
+    are taken than hold this fraction of the mass; `own` has mass, and is taken, too.
+    """
     held = 0
     own += tl.full([], 0.0, tl.float32)
     mass = units_of(own)
@@ -144,8 +148,14 @@ def taken(row, at, n, forced, worst, room, floor, SORT: tl.constexpr):
     """Mask of the places that are taken, and the number of those that equal the worst.
 
     Args:
-        worst, floor: from `search`.
+        row: the scores; see `_scores`.
+        at: the places.
+        n: number of scores.
+        forced: places before this one are taken before all others.
+        worst: from `search`.
         room: from `search`, less what is taken of it.
+        floor: from `search`.
+        SORT: how `row` is read; see `_scores`.
     """
     score = _scores(row, at, n, SORT)
     order = _ordered(score)
@@ -191,7 +201,8 @@ def top_k_kernel(
     scores (B * heads * rows, n) fp32; sizes (heads) int64; places (B * heads * rows, width) int32,
     padded with PAD. The first FORCED are taken before all others. ends, counts (B) int32 if ENDS,
     if COUNTS: of a sequence's rows only the entries before its end are read, and no more than its
-    count are taken."""
+    count are taken.
+    """
     row = tl.program_id(0).to(tl.int64)
     sequence = row // rows // heads
     size = tl.minimum(tl.load(sizes + row // rows % heads).to(tl.int32), width)

@@ -26,7 +26,8 @@ class VerticalSlash(Pattern):
     With a `coverage`, only the smallest sets of columns and of diagonals that each hold this share
     of that attention, still at most `vertical` and `slash` of them (FlexPrefill, Lai 2025,
     Algorithm 3). The first tile of columns and the first TILE diagonals are always among them and
-    count towards both sizes."""
+    count towards both sizes.
+    """
 
     kind: ClassVar[str] = "vertical_slash"
     growing: ClassVar[tuple[str, ...]] = ("vertical", "slash")
@@ -61,8 +62,11 @@ class Lines(Builder):
         return tuple((min(n, 2 * d), 0, min(c, self.k_len)) for c, d in limits)
 
     def select(self, patterns: Sequence[VerticalSlash]) -> SparseIndex:
-        """See Builder. A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and
-        ceil(s / TILE), in every row alike."""
+        """See Builder.select.
+
+        A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and ceil(s / TILE), in
+        every row alike.
+        """
         n = num_tiles(self.k_len)
         coverage = [p.coverage for p in patterns]
         columns, distances = zip(*(p.limits() for p in patterns), strict=True)

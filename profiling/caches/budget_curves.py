@@ -65,6 +65,9 @@ def measure(
     """Measure the curves on the prompts; the model is left unchanged.
 
     Args:
+        loaded: the model.
+        prompts: each is measured alone; the curves are their means.
+        shares: fractions of the keys to measure at.
         ledger: keeps each prompt's curves; its settings say which model they are of.
 
     Raises:

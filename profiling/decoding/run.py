@@ -49,6 +49,7 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     """Load the model and compare the methods; return their rows, dense first, and the record.
 
     Args:
+        config: the model, the methods and what to measure.
         ledger: keeps the quality of the methods that are done.
 
     Raises:
@@ -251,6 +252,11 @@ def _row(
     """Make a method's row.
 
     Args:
+        config: of the run.
+        name: of the method.
+        timed: times and memory of all methods.
+        prompts: the questions that `quality` answers.
+        quality: the method's answers and tokens.
         losses: (T, F) of the methods so far, dense first, then an artifact.
     """
     fields = _timed_fields(config, name, timed)

@@ -64,7 +64,9 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
     """Align the rows as text.
 
     Args:
+        rows: a row for each method.
         seconds: of each method's rounds.
+        trials: prompts of the task that each method answered, 0 for none.
     """
     to_first = any(row.apart for row in rows)
     if trials:

@@ -78,8 +78,9 @@ def share_of(
     """The sum of values over the sum of sizes, with Student's interval of its linear approximation.
 
     Args:
-        values, sizes: of each unit, such as answers lost and answers in all of a context; units of
-            size 0 count as well.
+        values: of each unit, such as answers lost of a context.
+        sizes: of each unit, such as answers in all of a context; units of size 0 count as well.
+        confidence: of the interval, such as 0.95.
     """
     numbers = _checked(values)
     weights = _checked(sizes)
@@ -105,7 +106,8 @@ def paired_difference(
     """The interval of the mean of a - b over the same units.
 
     Where every score is 0 or 1, Newcombe's (1998, Statistics in Medicine 17:2635, method 10), which
-    is sound for few prompts and where none or all are right; elsewhere Student's over pairs."""
+    is sound for few prompts and where none or all are right; elsewhere Student's over pairs.
+    """
     first = _checked(a)
     second = _checked(b)
     if len(first) != len(second):

@@ -188,6 +188,7 @@ def method_names(artifact: Artifact, other_artifacts: Iterable[str] = ()) -> tup
     """List all methods of an artifact, dense first.
 
     Args:
+        artifact: the artifact to list the methods of.
         other_artifacts: other artifacts by name.
     """
     caches = [

@@ -72,11 +72,14 @@ class Methods:
         """Prepare the methods of an artifact.
 
         Args:
+            loaded: the model.
+            artifact: the artifact to compare with dense attention.
             arrays: of its sidecar: the windows that its search has seen.
             share: of the prompt's keys and values that the caches of CACHES keep.
             density: what sizes are fitted to; None for the artifact's own.
             other_artifacts: further artifacts of the model by name, with their arrays. Each is a
                 method with the same dense tail as all others.
+            ledger: the resume file; None for none.
         """
         self._loaded = loaded
         self.arrays = dict(arrays or {})

@@ -105,6 +105,8 @@ def quality_of(
     """Tasks, methods and counts of a run.
 
     Args:
+        config: of the run.
+        artifact: the artifact that is evaluated.
         other_artifacts: names of the other artifacts.
     """
     quick = config.quick

@@ -60,8 +60,13 @@ def measure(
     """Measure the times that the ledger lacks for this machine, or all of them if `again`.
 
     Args:
+        config: what to time.
+        loaded: the model.
+        methods: the methods to time.
+        ledger: the resume file.
         spec: the source that the model was loaded from.
         revision: its revision.
+        again: measure times that the resume file has, too.
     """
     return _Clock(config, loaded, methods, ledger, again).run(
         lambda m, at: peak_of(loaded, m, at, spec=spec, revision=revision)

@@ -22,7 +22,8 @@ class HeadwiseLM(HFLM):
     """The harness's model for transformers, served by an artifact; it takes all that `hf` takes.
 
     Log-likelihoods are one prefill each, by the artifact's patterns. Generation also has the
-    artifact's caches."""
+    artifact's caches.
+    """
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class HeadwiseLM(HFLM):
             config: the artifact, or `dense` for the model's own attention.
             check_weights: see runtime.LoadedArtifact.apply.
             point: of the artifact's front, see runtime.load.
-            dtype, kwargs: see HFLM.
+            dtype: see HFLM.
+            **kwargs: see HFLM.
 
         Raises:
             HeadwiseError: no config; an artifact that cannot be read or is for another model.

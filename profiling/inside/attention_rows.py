@@ -1,7 +1,8 @@
 """Rows of a layer's attention and what pictures need of them, in chunks: never S x S.
 
 Shapes: H query heads, G KV heads, S prompt length, D head dim, n queries, P pooled cells, R query
-tiles, N key tiles; batch 1. For layers that see every key."""
+tiles, N key tiles; batch 1. For layers that see every key.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ Shapes: B batch (1 here), H query heads, G KV heads, S prompt length, D head dim
 
 The pass goes through an attention function of our own, registered with transformers; no forward is
 replaced. One layer's tensors are alive at a time and no S x S tensor is ever made, masks included:
-memory grows linearly with S."""
+memory grows linearly with S.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and tokens de
 head dim, E value dim; batch 1.
 
 The prompt but for its end is prefilled densely, with memory linear in S; then tokens are fed one at
-a time. One layer's scores of one query, H x K in fp32, are alive at a time."""
+a time. One layer's scores of one query, H x K in fp32, are alive at a time.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def capture_decode(
     Args:
         model: as for `capture`.
         input_ids: (1, S) on the model's device, S at least tail + 2.
-        visit: may do anything but write to the tensors.
+        visit: is called with the step and a layer's inputs; may do anything but write to the
+            tensors.
+        done: is called with the step after its last layer.
         steps: how many, at least 1.
         tail: how many of the prompt's tokens before its last one are fed singly as well; these are
             steps -tail to -1.

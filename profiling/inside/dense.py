@@ -67,6 +67,10 @@ def blockwise_attention(
         q: (1, H, S, D).
         k: (1, G, S, D).
         v: (1, G, S, E).
+        scale: factor on the logits.
+        softcap: logits become softcap * tanh(logits / softcap); None leaves them.
+        sinks: (H,) learned sinks, None for none.
+        mask: what each query sees; causal if None.
 
     Returns:
         (1, H, S, E) in q's dtype.

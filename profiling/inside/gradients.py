@@ -328,7 +328,8 @@ def _entry(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 def _frozen(model: PreTrainedModel) -> Iterator[None]:
     """No weight asks for a gradient: the graph would hold each one that asks until the way back.
 
-    Offloaded weights are new tensors at each use, so they are looked up by name."""
+    Offloaded weights are new tensors at each use, so they are looked up by name.
+    """
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     for name in names:
         model.get_parameter(name).requires_grad_(False)

@@ -48,6 +48,9 @@ def fidelity(
     """Measure an artifact's patterns on one dense pass, each layer on dense attention's inputs.
 
     Args:
+        model: the model that the artifact is for.
+        artifact: the artifact whose patterns are measured.
+        prompt: the prompt of the dense pass.
         backend: as for kernels.attention.sparse_attention.
     """
     plans = make_plans(artifact)
@@ -139,7 +142,10 @@ def attend(
     """Attend over an index: output (1, H, S, E), log-sum-exp (1, H, S).
 
     Args:
-        skipped: as the op's.
+        inputs: of a layer on a dense pass.
+        index: what each head computes.
+        backend: as for kernels.attention.sparse_attention.
+        skipped: as for kernels.attention.sparse_attention.
     """
     call = AttentionCall(
         inputs.q,
@@ -158,6 +164,8 @@ def kept_mass(lse: Tensor, dense_lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Compute the fraction of dense attention's mass that a pattern keeps, (H, ..., S).
 
     Args:
+        lse: (H, ..., S) log-sum-exp of the pattern.
+        dense_lse: log-sum-exp of dense attention, broadcasts to `lse`.
         sinks: (H,) learned sinks that both log-sum-exps have in them; they are no keys.
     """
     if sinks is not None:

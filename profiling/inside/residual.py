@@ -45,6 +45,8 @@ class ResidualStream:
         """Compute squared sizes of changes (..., H * E) relative to the stream's: (...).
 
         Args:
+            layer: number of the layer.
+            change: (..., H * E) changes of the layer's heads' outputs.
             at: the token, or tokens in the last dimension but one, that the changes are of; the
                 newest by default. The size of a change once added is this times `gain` after the
                 block.
@@ -140,6 +142,8 @@ def _project(module: nn.Module, change: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply an attention module's output projection to a change of its heads' outputs.
 
     Args:
+        module: the attention module.
+        change: (..., H * E) changes of its heads' outputs.
         dtype: of the model's activations, for a projection that is not a plain linear map.
     """
     for child in reversed(list(module.children())):

@@ -24,7 +24,8 @@ def made_once(kind: str, key: str, make: Callable[[Path], None], *, name: str) -
     other.
 
     Args:
-        kind, key: where it is kept; the key says all that the content depends on.
+        kind: folder that the result is cached in.
+        key: name of the result; it says all that the content depends on.
         make: is called with a folder that is not there.
         name: of the model, for a message.
 

@@ -109,7 +109,8 @@ def load_model(
 def check_attention(model: Any, name: str) -> None:
     """Raise HeadwiseError for a model whose attention cannot be reached, or is not causal.
 
-    Two tokens reveal an error that a long prompt would reveal only after minutes."""
+    Two tokens reveal an error that a long prompt would reveal only after minutes.
+    """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
         capture(model, tokens, lambda inputs: None)

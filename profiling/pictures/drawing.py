@@ -32,6 +32,9 @@ def new_figure(width: float, height: float, caption: str, *, layout: Layout = "c
     """An empty figure of that many inches, with a caption in small print below.
 
     Args:
+        width: in inches.
+        height: in inches.
+        caption: printed below the figure.
         layout: matplotlib's; "compressed" for a grid of square panels.
     """
     import matplotlib

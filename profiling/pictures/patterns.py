@@ -57,6 +57,7 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
     """Draw the map as a matplotlib figure.
 
     Args:
+        artifact: the artifact whose patterns are drawn.
         recall: (layers, heads); None draws full colours.
     """
     import matplotlib

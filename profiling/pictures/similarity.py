@@ -98,6 +98,8 @@ def similarity_figure(
 
     Args:
         mass: (L, L), NaN for layers left out.
+        title: printed above the figure.
+        caption: printed below the figure.
         filters: rows to mark.
     """
     from matplotlib.patches import Patch

@@ -1,7 +1,8 @@
 """Questions that take several facts hidden in a text, answered step by step.
 
 A prompt is prefix + text with facts + worked examples + question. The text is the user's or a
-generated one."""
+generated one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Prompts over a list of generated lines: a value by its name, and a value by way of another line.
 
 Such a prompt is prefix + head + lines + question. The lines that the question needs are whole; what
-is too much is cut from the start of one that it does not need."""
+is too much is cut from the start of one that it does not need.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +122,12 @@ def _listed(
     """Join head, lines and question; return the ids and the span of each needed line.
 
     Args:
+        request: what the prompts should be.
+        needed: the lines that the answer depends on.
         more: makes the lines of one more item.
+        question: printed after the lines.
+        rng: source of the order and the places.
+        head: printed before the lines.
     """
     encode = request.encode
     before = encode(head)

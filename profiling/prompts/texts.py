@@ -93,7 +93,8 @@ def prose(request: Request) -> list[Prompt]:
     """Stretches of the documentation that every Python carries: English of a technical kind.
 
     First the language reference of help(), then the docstrings of the standard library. Other
-    Python versions have other words in places."""
+    Python versions have other words in places.
+    """
     return _stretches(request, request.encode.whole(pythons_own), "Python's own documentation")
 
 

@@ -27,6 +27,9 @@ def answer(
     """Answer one prompt greedily.
 
     Args:
+        model: a causal model, with whatever is applied to it.
+        tokenizer: of the model.
+        prompt: the prompt to answer.
         cache: makes the cache; transformers' own if None.
     """
     return answers(model, tokenizer, [prompt], label="", cache=cache)[0]
@@ -44,7 +47,12 @@ def answers(
     """Answer all prompts greedily, with progress.
 
     Args:
-        cache, chunk: see prefilled.
+        model: a causal model, with whatever is applied to it.
+        tokenizer: of the model.
+        prompts: of any lengths.
+        label: of the progress bar.
+        cache: see prefilled.
+        chunk: see prefilled.
     """
     stops = ends(model, tokenizer)
     texts = [""] * len(prompts)

@@ -99,6 +99,7 @@ class Divergence:
 
     @property
     def mean_kl(self) -> float:
+        """Mean KL divergence over all tokens, in nats."""
         return float(self.kl.mean())
 
     @property

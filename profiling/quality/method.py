@@ -88,6 +88,8 @@ def of_policy(loaded: LoadedModel, name: str, kind: CacheKind | None) -> Method:
     """Method of dense attention by Headwise's kernel over a cache of one policy.
 
     Args:
+        loaded: the model.
+        name: of the method.
         kind: the policy of all layers that are no sliding-window layers; None keeps everything.
     """
     if kind is None:

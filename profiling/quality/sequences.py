@@ -66,6 +66,7 @@ class TokenSequence:
 
     @property
     def answer_tokens(self) -> int:
+        """Number of tokens in all answers."""
         return sum(stop - start for start, stop in self.answers)
 
     @property
@@ -182,7 +183,8 @@ class Reference:
         Args:
             number: of the sequence.
             log_probs: (P, V) at `positions(number)`.
-            nll, likeliest: (S - 1,) -log p of each token but the first, and the likeliest instead.
+            nll: (S - 1,) -log p of each token but the first.
+            likeliest: (S - 1,) the likeliest token in place of each token but the first.
         """
         before = self._before_answers(number)
         positions = torch.cat([self.positions(number), before])

@@ -5,7 +5,8 @@ heads of each, K keys, S prompt length, k chosen keys.
 
 A layer's H x K probabilities are reduced at once to their mean and their largest over the heads. A
 step keeps N x K means and twice N x k positions until its last layer is through: less than N x K x
-H."""
+H.
+"""
 
 from __future__ import annotations
 
@@ -76,16 +77,19 @@ class Accumulator:
 
     @property
     def hit(self) -> Tensor | None:
+        """(N) fp64, None without evidence spans; see the class."""
         if self._hits:
             return torch.stack(self._hits).mean(0)
         return None
 
     @property
     def error(self) -> Tensor:
+        """(N, N, G) fp32, summed over the steps; see the class."""
         return self._square(self._errors)
 
     @property
     def worst(self) -> Tensor:
+        """(N, N, G) fp32, summed over the worst steps; see the class."""
         return self._square({layer: steps.sum(0) for layer, steps in self._worst.items()})
 
     def _square(self, by_layer: dict[int, Tensor]) -> Tensor:

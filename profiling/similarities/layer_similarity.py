@@ -42,6 +42,8 @@ def measure(
     """Measure on a loaded model; the model is left unchanged.
 
     Args:
+        config: tasks, lengths and steps.
+        loaded: the model.
         ledger: stores the result of each prompt; its settings identify the model.
         prompts: by the names of all tasks, each of `prompt_length` tokens; those of the
             configuration's seed if None.

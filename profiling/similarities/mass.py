@@ -30,6 +30,7 @@ def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Te
     Args:
         probabilities: (G, n, K); with attention sinks, a row sums to less than 1.
         v: (G, K, E).
+        keys: (k,) positions of the keys; None for all.
     """
     if keys is None:
         return torch.bmm(probabilities, v.float())
@@ -54,6 +55,7 @@ def ability(mass: np.ndarray, reach: int) -> np.ndarray:
 
     Args:
         mass: (L, L), NaN where not measured.
+        reach: how many layers after each one count.
 
     Returns:
         (L), NaN where no layer was measured within reach.

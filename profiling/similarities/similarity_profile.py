@@ -48,6 +48,7 @@ class Profile:
 
     @property
     def num_layers(self) -> int:
+        """L, layers of the model."""
         return int(self.about["num_layers"])
 
     @property
@@ -57,14 +58,17 @@ class Profile:
 
     @property
     def sliding_layers(self) -> list[int]:
+        """Layers that were left out: those with a sliding window."""
         return list(self.about["sliding_layers"])
 
     @property
     def tasks(self) -> list[str]:
+        """Names of the tasks."""
         return [task["name"] for task in self.about["tasks"]]
 
     @property
     def agreement(self) -> np.ndarray:
+        """(T, T) correlation of the tasks' similarities."""
         return self.arrays["agreement"]
 
     def mass(self, task: str | None = None, by: Literal["max", "mean"] = "max") -> np.ndarray:
@@ -77,6 +81,7 @@ class Profile:
         """(L, L, G) errors by KV head in one task, or their mean over all tasks; NaN for i after j.
 
         Args:
+            task: name of the task; None for the mean over all tasks.
             worst: how much the worst steps count, of 1 in all.
         """
         if task is None:

@@ -154,7 +154,7 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Sp
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """torch's dense attention; on a GPU each kernel that takes the call."""
+    """Dense attention of torch; on a GPU each kernel that takes the call."""
 
     def sdpa() -> Tensor:
         attention = torch.nn.functional.scaled_dot_product_attention

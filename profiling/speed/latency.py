@@ -48,6 +48,10 @@ def in_turn(
     With 0 repeats there is one round, and it is timed.
 
     Args:
+        runs: the alternatives by name.
+        repeats: timed rounds.
+        device: is synchronized before each reading of the clock.
+        warm_up: run one untimed round first.
         quiet: without a progress bar.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}

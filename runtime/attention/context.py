@@ -30,7 +30,8 @@ Rows = tuple[tuple[tuple[int, int], ...], ...]
 class Sequence(NamedTuple):
     """Sequence of a call, by its queries and keys.
 
-    Its q_len queries, from q_start on, are the last of its k_len keys, from k_start on."""
+    Its q_len queries, from q_start on, are the last of its k_len keys, from k_start on.
+    """
 
     row: int
     q_start: int
@@ -93,13 +94,15 @@ class Context:
 
     @property
     def batch(self) -> int:
+        """Number of sequences in the call; 0 if unknown."""
         return len(self.fresh or self.ranges or ())
 
     @cached_property
     def firsts(self) -> tuple[bool, tuple[int, ...] | None]:
         """True where each sequence is one run of slots up to the last key, and their first slots.
 
-        None in place of the slots where all are 0, and with False."""
+        None in place of the slots where all are 0, and with False.
+        """
         if self.ranges is None or any(end != self.k_len for _, end in self.ranges):
             return False, None
         firsts = tuple(start for start, _ in self.ranges)

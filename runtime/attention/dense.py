@@ -31,9 +31,11 @@ def fastest_dense(
     """Causal attention to every key (or a window's), by sdpa or Headwise's kernel: (B, H, Q, E).
 
     Args:
-        q, k, v: (B, H, Q, D) queries, the last Q of the K positions, (B, G, K, D) keys, (B, G, K,
-            E) values.
-        scale, softcap: as in kernels.attention.sparse_attention.
+        q: (B, H, Q, D) queries, the last Q of the K positions.
+        k: (B, G, K, D) keys.
+        v: (B, G, K, E) values.
+        scale: as for kernels.attention.sparse_attention.
+        softcap: as for kernels.attention.sparse_attention.
         window: how many keys a query sees, itself included; None for all.
         by: "auto", by the rule of the device (see `faster`), or "kernel" or "sdpa".
 
@@ -56,12 +58,13 @@ def fastest_dense(
 
 
 def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """ "kernel" or "sdpa", the faster for causal attention to every key of such calls.
+    """The faster of "kernel" and "sdpa" for causal attention to every key of such calls.
 
     On a CPU the kernel. With AMX, in bfloat16, at 512 to 8,192 tokens it was 1.16 to 1.49 times as
     fast as sdpa at head dim 64, 1.06 to 1.24 times at 128, 0.93 to 1.15 times at 256; without AMX 2
     to 4 times. On a GPU sdpa, until a device has shown otherwise. Below MIN_KEYS_DENSE keys, and
-    where no fast kernel serves, it is sdpa."""
+    where no fast kernel serves, it is sdpa.
+    """
     if q.device.type != "cpu" or k.shape[2] < MIN_KEYS_DENSE:
         return "sdpa"
     return "kernel" if _is_fast(q, k, v) else "sdpa"

@@ -89,7 +89,9 @@ def _by_patterns(
 
     Args:
         call: the call.
-        q, k, v: (B, H, Q, D), (B, G, K, D) and (B, G, K, E), of some sequences and KV heads.
+        q: (B, H, Q, D), of some sequences and KV heads.
+        k: (B, G, K, D), of the same.
+        v: (B, G, K, E), of the same.
         heads: these KV heads, None for all of the layer.
     """
     layer = call.layer

@@ -54,7 +54,8 @@ def headwise_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer as transformers calls it: (B, Q, H, E), and the weights or None.
 
-    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E)."""
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E).
+    """
     layer = layer_of(module)
     state = layer or UNAPPLIED_LAYER
     if layer is not None:
@@ -230,6 +231,7 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     """Reason why a prefill is dense, None where it is sparse; refuses one that should be sparse.
 
     Args:
+        call: the call of a prefill.
         no_kernel: the reason why no kernel serves it, None where one does.
     """
     few = dense_reason(call)

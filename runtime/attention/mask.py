@@ -46,6 +46,7 @@ class PrefillMask(LazyTensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> PrefillMask:
+        """Make the mask without its elements; see LazyTensor.of."""
         mask = cls.of((context.batch, 1, context.q_len, context.k_len), dtype, device)
         mask.context = context
         mask._dense = dense
@@ -321,7 +322,8 @@ class _MaskRequest:
     def _ranges(self, begin: int, end: int) -> tuple[tuple[int, int], ...] | None:
         """Range of real tokens of each sequence among these slots, counted from `begin`.
 
-        None where one has holes."""
+        None where one has holes.
+        """
         padding = self.padding
         if padding is None:
             return ((0, end - begin),) * self.batch

@@ -207,6 +207,7 @@ class Call:
 
     @property
     def causal(self) -> bool:
+        """True if the call or its module asks for a causal mask."""
         causal = self.more.get("is_causal")
         if causal is None:
             causal = getattr(self.module, "is_causal", True)
@@ -214,6 +215,7 @@ class Call:
 
     @property
     def wants_weights(self) -> bool:
+        """True if the call or the model's configuration asks for attention weights."""
         wanted = self.more.get("output_attentions")
         if wanted is None and torch.compiler.is_compiling():
             wanted = getattr(self.module.config, "output_attentions", False)
@@ -250,7 +252,8 @@ class Call:
 def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served | str:
     """Result of serve(call, ...), one of Headwise's kernels, or the reason why it failed.
 
-    A strict application raises that reason."""
+    A strict application raises that reason.
+    """
     try:
         with without_autocast(call.query.device):
             return serve(call, *more)

@@ -40,6 +40,7 @@ class GrowingLayer(DynamicLayer):
         self._memory: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See DynamicLayer.lazy_initialization."""
         super().lazy_initialization(key_states, value_states)
         self.keys = key_states[:, :, :0]
         self.values = value_states[:, :, :0]
@@ -75,6 +76,7 @@ class GrowingLayer(DynamicLayer):
         return 0
 
     def reset(self) -> None:
+        """See DynamicLayer.reset."""
         # transformers before 5.17 keeps the length and zeroes the tokens.
         self._memory = None
         self.is_initialized = False
@@ -82,12 +84,15 @@ class GrowingLayer(DynamicLayer):
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See DynamicLayer.reorder_cache."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """See DynamicLayer.batch_repeat_interleave."""
         self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """See DynamicLayer.batch_select_indices."""
         self._memory = None
         if self.is_initialized:
             indices = indices.to(self.keys.device)
@@ -150,6 +155,7 @@ class FilterLayer(GrowingLayer):
                 layers[0].bank.fetch(tokens, past)
 
     def crop(self, tokens_to_remove: int) -> None:
+        """See DynamicLayer.crop."""
         super().crop(tokens_to_remove)
         if self.history is not None and tokens_to_remove:
             left = self.get_seq_length()
@@ -161,11 +167,13 @@ class FilterLayer(GrowingLayer):
                 self.history = None
 
     def reset(self) -> None:
+        """See DynamicLayer.reset."""
         self.history = None
         self._written = []
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """See DynamicLayer.batch_select_indices."""
         super().batch_select_indices(indices)
         if self.history is not None:
             self.history = self.history[indices.to(self.history.device)]
@@ -186,12 +194,14 @@ class BankedLayer(GrowingLayer):
         self._banked: int | None = None
 
     def get_seq_length(self) -> int:
+        """See DynamicLayer.get_seq_length."""
         if self._banked is None:
             return super().get_seq_length()
         return self._banked
 
     @property
     def batch(self) -> int:
+        """See GrowingLayer.batch."""
         if self._banked is None:
             return super().batch
         return self.bank.batch
@@ -229,6 +239,7 @@ class BankedLayer(GrowingLayer):
         return self._banked is not None
 
     def crop(self, tokens_to_remove: int) -> None:
+        """See DynamicLayer.crop."""
         if self._banked is None or tokens_to_remove > 0:
             super().crop(tokens_to_remove)
         else:
@@ -236,11 +247,13 @@ class BankedLayer(GrowingLayer):
             self.bank.crop(self._banked)
 
     def reset(self) -> None:
+        """See DynamicLayer.reset."""
         self._banked = None
         self.bank.clear()
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """See DynamicLayer.batch_select_indices."""
         if self._banked is None:
             super().batch_select_indices(indices)
         elif self.place == self.bank.leader:

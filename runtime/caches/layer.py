@@ -140,6 +140,7 @@ class PolicyLayer(CacheLayerMixin):
         return 0.0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See CacheLayerMixin.lazy_initialization."""
         self.dtype = key_states.dtype
         self.device = key_states.device
         rows = range(key_states.shape[0])
@@ -293,9 +294,11 @@ class PolicyLayer(CacheLayerMixin):
         return self._slots + query_length, 0
 
     def get_seq_length(self) -> int:
+        """See CacheLayerMixin.get_seq_length."""
         return self._slots
 
     def get_max_length(self) -> int:
+        """See CacheLayerMixin.get_max_length."""
         return -1
 
     def activate_past_recording(self) -> None:
@@ -370,12 +373,15 @@ class PolicyLayer(CacheLayerMixin):
         )
 
     def reset(self) -> None:
+        """See CacheLayerMixin.reset."""
         self._start()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See CacheLayerMixin.reorder_cache."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """See DynamicLayer.batch_repeat_interleave."""
         rows = sum(len(batch.rows) for batch in self._batches)
         self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 

@@ -188,10 +188,15 @@ def check_cache_layers(model: nn.Module, modules: dict[int, nn.Module]) -> None:
 def policy_layers(
     section: KVCache, model: nn.Module, modules: dict[int, nn.Module], *, has_decode: bool
 ) -> dict[int, CacheLayerMixin]:
-    """Make the cache layers by number: policies where layers see every token, rolling buffers where
-    they slide. Other layers keep transformers' own.
+    """Make the cache layers by layer number.
+
+    Layers that see every token get policies, and sliding-window layers rolling buffers. Other
+    layers keep transformers' own.
 
     Args:
+        section: the artifact's section on caches.
+        model: the model that the caches are for.
+        modules: the model's attention modules by layer number.
         has_decode: the artifact has a decode section, whose caches serve the full layers.
 
     Raises:

@@ -65,6 +65,7 @@ class Rotation:
         """Rotate tokens (B, H, n, D) on by some positions, which may be negative.
 
         Args:
+            x: (B, H, n, D), rotated to their old positions.
             by: of each sequence, or of each token (n,).
         """
         if isinstance(by, Tensor):

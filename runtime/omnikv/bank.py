@@ -38,6 +38,7 @@ class Row(NamedTuple):
 
     @property
     def width(self) -> int:
+        """R, the number of elements of a row."""
         return self.heads * (self.k_dim + self.v_dim)
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
@@ -378,6 +379,7 @@ class OffloadedTensor(LazyTensor):
 
     @staticmethod
     def __new__(cls, banked: BankedKV, which: int) -> OffloadedTensor:
+        """Make the tensor without its elements; see LazyTensor.of."""
         row = banked.bank.row
         new, batch, _ = banked.rows.shape
         shape = (batch, row.heads, banked.past + new, (row.k_dim, row.v_dim)[which])

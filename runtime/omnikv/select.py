@@ -141,6 +141,7 @@ class Selector:
             ends: (B,) int32; sequence b ends before key ends[b]. One within its budget gets every
                 token.
             width: C, at most K.
+            q_len: new tokens of each sequence.
         """
         scores = self.of_all_heads(scores)
         budget = self.section.budget
@@ -173,9 +174,11 @@ def _best(
     """Best tokens (B, C) int32, ascending and padded, by scores (B, K), which are written to.
 
     Args:
+        scores: (B, K), written to.
         newest: (B or 1, Q) the tokens of the queries: always selected, since a query sees itself.
         width: C.
-        ends, counts: see top_k_indices.
+        ends: see top_k_indices.
+        counts: see top_k_indices.
     """
     scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
     best = top_k_indices(scores[:, None], [width], [None], forced=0, ends=ends, counts=counts)

@@ -85,7 +85,7 @@ def _serves() -> bool:
 
 
 def _default_parent() -> Any:
-    """vLLM's default backend on this GPU; FlashAttention if our kernels cannot read its cache."""
+    """Default backend of vLLM on this GPU; FlashAttention if our kernels cannot read its cache."""
     from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname

@@ -43,6 +43,7 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> slice:
+        """Rows of the chunk's queries in the step."""
         return slice(self.q_start, self.q_start + self.q_len)
 
     def cut(self, limit: int) -> Iterator[Chunk]:

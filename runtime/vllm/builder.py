@@ -35,6 +35,7 @@ class SparseBuilder(_Parent):
     def __new__(
         cls, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        """Make a builder; the parent's own if the engine serves no artifact."""
         if engine_of(vllm_config) is None:
             return cls.parents(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)
         return super().__new__(cls)

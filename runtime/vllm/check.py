@@ -43,7 +43,10 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
     """Reasons why the artifact cannot serve a model over `size` processes, most specific first.
 
     Args:
-        config, text: the configuration of the model and that of its language part.
+        artifact: the artifact to serve.
+        config: the configuration of the model.
+        text: the configuration of its language part.
+        size: number of processes.
     """
     architecture = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
     model = config_info(text, architecture, artifact.model.name)
@@ -145,7 +148,8 @@ def summary(
 def reasons_by_layer(config: Any, count: int) -> dict[int, str | None]:
     """Reasons why layers do not see every token, by the configuration of a model's language part.
 
-    None where a layer does."""
+    None where a layer does.
+    """
     return {layer: why_not_full(config, layer) for layer in range(count)}
 
 

@@ -112,6 +112,7 @@ class FilterDecode:
         Drafts of one request take more scores than a single token does.
 
         Args:
+            layer: number of the filter layer.
             step: any tokens, with one page, used for all pages of a request.
         """
         if layer not in self.roles or not self.roles[layer].is_filter:

@@ -72,7 +72,7 @@ class SparseImpl(_Parent):
         output: Tensor,
         **scales: Tensor | None,
     ) -> Tensor:
-        """query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
+        """Attend: query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
         arguments = (layer, query, key, value, kv_cache, attn_metadata, output)
         served = self._engine.of(layer)
         if not served.owned:
@@ -166,6 +166,7 @@ class SparseImpl(_Parent):
         a policy.
 
         Args:
+            served: the layer.
             query: (T, H, D) with the maximum of tokens in a step.
         """
         k_len = self._engine.longest

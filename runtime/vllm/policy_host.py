@@ -184,6 +184,7 @@ class PagedPrompts(PagedPolicy):
 
         Args:
             page: the first one of the request.
+            chunk: the tokens of the request in this step.
             query: (1, H, Q, D) of the chunk.
         """
         first = max(chunk.prompt - self.window, 0)

@@ -76,6 +76,7 @@ class StreamingManager(_NoPrefixes, SlidingWindowManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
+        """See SlidingWindowManager.remove_skipped_blocks."""
         end = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
         self._remove_blocks_in_range(request_id, self.kv_cache_spec.first_pages, end)
 
@@ -109,6 +110,7 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
         self._remove_blocks_in_range(request_id, first, prompt // self.block_size)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        """See SingleTypeKVCacheManager.pop_blocks_for_free."""
         self._prompts.pop(request_id, None)
         return list(super().pop_blocks_for_free(request_id))
 

@@ -3,7 +3,8 @@
 cost[i, j] is the cost of layer j seeing only the tokens that layer i ranks highest. A sparse
 layer is served by the nearest filter layer before it, and costs add up. So of the layers between
 two filters those that stay dense are the costliest, and the best choice of m filters whose last is
-i depends only on the best of m - 1 filters before i."""
+i depends only on the best of m - 1 filters before i.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +71,8 @@ def kept(mass: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
 
     Args:
         mass: (L, L).
+        layers: the full-attention layers, ascending.
+        choice: the filter layers and what each serves.
     """
     return 1 - total(1 - mass, layers, choice) / len(layers)
 

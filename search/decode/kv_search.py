@@ -43,7 +43,8 @@ from search.study import STORAGE_HELP, Study, check_storage
 class KVSearch(CommandConfig):
     """Config of a search for KV budgets.
 
-    The total is `share` of all tokens, or `target_bytes` of a cache of `context` tokens."""
+    The total is `share` of all tokens, or `target_bytes` of a cache of `context` tokens.
+    """
 
     model: ModelName
     config: Annotated[ArtifactFile, Arg("artifact to start from, as headwise search writes it")]

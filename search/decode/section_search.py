@@ -69,6 +69,9 @@ class SectionSearch:
 
         Args:
             lengths: in tokens, by task.
+            number: of the set.
+            samples: prompts of each task.
+            seed: of the prompts.
 
         Raises:
             HeadwiseError: a text is too short for that.
@@ -90,7 +93,8 @@ class SectionSearch:
     def ledger(self, measured: Any, *, fresh: bool) -> Ledger:
         """Open the resume file, with the settings that measurements depend on.
 
-        The rules of the choice are not among these, so that a run with other rules reuses it."""
+        The rules of the choice are not among these, so that a run with other rules reuses it.
+        """
         about = {"model": self.artifact.model.name, "weights": self.artifact.model.weights_sha256}
         names = (
             name

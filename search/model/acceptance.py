@@ -1,6 +1,7 @@
 """The gate: an allocation is accepted when no task loses too much on held-out prompts.
 
-Where a task loses too much, the budget is raised and another set of prompts decides."""
+Where a task loses too much, the budget is raised and another set of prompts decides.
+"""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ def _interpolate(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Interpolate linearly; beyond the last point in proportion, before the first by its slope.
 
     A table of several head counts has several times for the same tiles of a head: their mean
-    counts."""
+    counts.
+    """
     x, index = np.unique(x, return_inverse=True)
     y = np.bincount(index, weights=y) / np.bincount(index)
     inner = np.interp(at, x, y)

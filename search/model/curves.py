@@ -88,7 +88,8 @@ class Curves:
         sample of each token. To text the first-order change is added, since text that repeats
         itself loses more by dropped keys than the KL says. It is an estimate from few tokens, so it
         is shrunk towards 0, and never takes away more than three quarters. Where no gradients are
-        known the one kind is "change"."""
+        known the one kind is "change".
+        """
         losses = {}
         if self.texts:
             both = _geometric(self.change, self.text_fisher)

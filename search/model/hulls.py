@@ -2,7 +2,8 @@
 
 With separable losses the best choice for a total is, for some price, each part's entry with the
 least loss and price times cost (Everett 1963, generalised Lagrange multipliers), so it lies on the
-hulls; walking their steepest steps first goes through them."""
+hulls; walking their steepest steps first goes through them.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def hull(costs: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarr
     """Entries on the lower convex hull, the cheapest first; each loses less than those before.
 
     Those amid an edge belong to it, also where rounding puts them above: they are smaller steps at
-    the same price."""
+    the same price.
+    """
     line: list[int] = []
     costs = np.asarray(costs, dtype=np.float64)
     losses = np.asarray(losses, dtype=np.float64)

@@ -124,7 +124,8 @@ def _by_task(contexts: Iterable[ContextLoss]) -> dict[str, list[ContextLoss]]:
 def _joined(contexts: Iterable[ContextLoss]) -> list[ContextLoss]:
     """Join the answers of each sequence, of whatever kinds: they are one unit of an interval.
 
-    One task's answers may be too few for a loss to show."""
+    One task's answers may be too few for a loss to show.
+    """
     by_digest = attrgetter("digest")
     joined = []
     for _, group in groupby(sorted(contexts, key=by_digest), key=by_digest):
@@ -140,7 +141,8 @@ def _joined(contexts: Iterable[ContextLoss]) -> list[ContextLoss]:
 def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> TaskFigures:
     """Figures of a task's contexts, which are the units of the intervals.
 
-    They are not validated: the gate judges a loss that is not a number, too."""
+    They are not validated: the gate judges a loss that is not a number, too.
+    """
     figures: dict[str, Any] = {
         "task": task,
         "length": length,
@@ -231,6 +233,7 @@ def advice(tasks: Sequence[TaskFigures], samples: int) -> str:
     """Advice for more answers.
 
     Args:
+        tasks: the figures of all tasks.
         samples: the value of --samples.
     """
     largest = _most_right([task for task in tasks if task.answers])
@@ -275,7 +278,8 @@ def _interval(task: TaskFigures) -> str | None:
 def mean_kl(contexts: Sequence[ContextLoss]) -> float:
     """Mean KL over the sets of prompts, nats a token.
 
-    Kinds of answers of the same prompts have one KL, which counts once."""
+    Kinds of answers of the same prompts have one KL, which counts once.
+    """
     sets = {
         tuple(each.digest for each in task): float(np.mean([each.kl for each in task]))
         for task in _by_task(contexts).values()

@@ -1,6 +1,7 @@
 """The artifact of a search: rows, frontier, evidence and every score.
 
-Shapes: L layers, H query heads, C candidates."""
+Shapes: L layers, H query heads, C candidates.
+"""
 
 from __future__ import annotations
 

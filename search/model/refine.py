@@ -1,7 +1,8 @@
 """Refinement: the weights of text and answers that one run of the whole model shows.
 
 Curves take heads one at a time on dense inputs. A run with the patterns shows how far the loss of
-each kind of prompt is from the sum of the curves, and so how the kinds weigh against each other."""
+each kind of prompt is from the sum of the curves, and so how the kinds weigh against each other.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def balance(
 ) -> dict[str, float] | None:
     """Weights of the kinds of prompts with which the curves predict the measured losses.
 
-    None with one kind."""
+    None with one kind.
+    """
     if len(predicted) < 2:
         return None
     factors = {kind: measured[kind] / max(loss, 1e-12) for kind, loss in predicted.items()}

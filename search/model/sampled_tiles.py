@@ -3,7 +3,8 @@
 One of each stretch of neighbouring tiles is drawn, those with large gradients more often, and
 weighted by how often it is drawn. Stretches end where a dense tail begins.
 
-Shapes: H query heads, S tokens, E value dim, n sampled tiles of 64 queries."""
+Shapes: H query heads, S tokens, E value dim, n sampled tiles of 64 queries.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Prompts and their layers are dealt to the ranks; each layer of each prompt is a unit of the resume
 file.
 
-Shapes: H query heads, C candidates."""
+Shapes: H query heads, C candidates.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ queries, T dense tails.
 
 A candidate's loss is a sum over query tiles, estimated by a few of them (sampled_tiles.py). The
 kernels that serve compute the scores: for one query tile, all candidates of all heads but dense are
-heads of one launch."""
+heads of one launch.
+"""
 
 from __future__ import annotations
 
@@ -234,8 +235,14 @@ def _row(
     """(H, C) of each sum, over the queries of one tile.
 
     Args:
-        dense, by_out: (H, queries, E).
-        dense_lse: (H, queries).
+        inputs: of the layer.
+        joined: the indices of all candidates of all heads.
+        row: number of the query tile.
+        dense: (H, queries, E), output of dense attention.
+        dense_lse: (H, queries), its log-sum-exp.
+        by_out: (H, queries, E), gradient of the loss by the output; None if it is not known.
+        stream: of the model.
+        backend: as for kernels.attention.sparse_attention.
     """
     heads = inputs.q.shape[1]
     groups = inputs.k.shape[1]
@@ -285,7 +292,8 @@ def _row(
 def _without_scale(sparse: Tensor, dense: Tensor) -> Tensor:
     """Difference (..., E) to dense attention after the best factor on each query's output.
 
-    It is c * sparse - dense with c = <sparse, dense> / |sparse|^2."""
+    It is c * sparse - dense with c = <sparse, dense> / |sparse|^2.
+    """
     along = (sparse * dense).sum(-1, keepdim=True)
     size = sparse.square().sum(-1, keepdim=True).clamp_min(1e-30)
     return (sparse * (along / size)).sub_(dense)

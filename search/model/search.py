@@ -2,7 +2,8 @@
 
 Prompts, curves, costs, allocation, refinement, gate, timing, record: `search_model` calls them in
 this order, and docs/internals.md describes them. Ranks of torchrun share curves, refinement and
-gate. Finished work is kept in the resume file next to the output."""
+gate. Finished work is kept in the resume file next to the output.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Speed of the accepted allocation on this machine: attention alone, and a whole prefill.
 
 Both are against the fastest dense baseline, interleaved with it, on a held-out prompt. The resume
-file keeps the times."""
+file keeps the times.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def shortest_gain(attention: Mapping[int, Timings]) -> int:
     """The fewest tokens of a prompt that gains.
 
     That is the shortest of those that were timed, going down as long as they gain; where the
-    longest does not, it is one token more."""
+    longest does not, it is one token more.
+    """
     ordered = sorted(attention, reverse=True)
     faster = takewhile(lambda tokens: attention[tokens].ratio(CHOSEN) > 1, ordered)
     return min(faster, default=ordered[0] + 1)

@@ -1,7 +1,8 @@
 """Costs of candidates on this machine, in seconds.
 
 Some candidates of each kind are timed on layers of a real prompt, and then allocations that mix
-kinds in a layer."""
+kinds in a layer.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple
     """Fit (factor, constant) by least squares of relative errors.
 
     Neither is below 0, and the factor is at least half of its value without a constant:
-    where prompts are short and times jump about, sizes must not look as if they were free."""
+    where prompts are short and times jump about, sizes must not look as if they were free.
+    """
     x = np.asarray(predicted, dtype=np.float64)
     y = np.asarray(measured, dtype=np.float64)
     ratio = x / y
@@ -175,7 +177,8 @@ def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple
 def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
     """Some candidates of each kind, small and large.
 
-    Those of more queries are left out: Costs adds their estimates to the times of the others."""
+    Those of more queries are left out: Costs adds their estimates to the times of the others.
+    """
     kinds: dict[str, list[Pattern]] = {}
     for pattern in candidates:
         broad = getattr(pattern, "last_q", LAST_Q) > LAST_Q
