@@ -23,62 +23,53 @@ from artifacts.cli.parser import parser_of as make_parser
 # Group -> verb -> (module, description).
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "every day": {
-        "doctor": (
-            "profiling.doctor",
-            "what this machine can do, and how long a search of a model takes on it",
-        ),
-        "search": ("search.heads", "a pattern for every head of a model"),
+        "doctor": ("profiling.doctor", "check this machine and estimate the time of a search"),
+        "search": ("search.heads", "find a pattern for every head of a model"),
         "gate": (
             "search.gate",
-            "what an artifact loses on prompts that its search did not see; fails if too much",
+            "measure an artifact's loss on held-out prompts; exit with 3 beyond the limits",
         ),
         "evaluate": (
             "profiling.evaluate",
-            "artifacts and methods side by side: tasks, perplexity, speed, as one page",
+            "compare artifacts and methods: tasks, perplexity, speed, on one page",
         ),
-        "show": ("artifacts.commands.show", "an artifact to read"),
-        "check": (
-            "runtime.vllm.check",
-            "whether vLLM would serve an artifact, and if not, why not",
-        ),
+        "show": ("artifacts.commands.show", "print an artifact"),
+        "check": ("runtime.vllm.check", "check that vLLM can serve an artifact"),
     },
     "find": {
-        "filters": ("search.filters", "the filter layers of decode (OmniKV)"),
-        "kv": ("search.kv", "how many tokens each KV head keeps, for a total (H2O)"),
+        "filters": ("search.filters", "choose the filter layers of decode (OmniKV)"),
+        "kv": ("search.kv", "divide a total of cached tokens among KV heads (H2O)"),
         "demo": ("search.demo", "search, apply and compare on a small model, in minutes"),
     },
     "measure": {
-        "lm-eval": ("profiling.lm_eval", "lm-evaluation-harness, with an artifact in its model"),
+        "lm-eval": ("profiling.lm_eval", "run lm-evaluation-harness with an artifact"),
         "decode": (
             "profiling.decode",
-            "decode: time a token, perplexity, answers, bytes of the cache",
+            "compare caches in decode: ms/token, perplexity, accuracy, bytes",
         ),
         "similarity": (
             "profiling.similarity",
-            "which layers choose tokens for those after them (OmniKV)",
+            "measure which layers select tokens for later layers (OmniKV)",
         ),
-        "heatmaps": ("profiling.heatmaps", "pictures of layers and of a head's attention"),
-        "plot": ("profiling.plot", "the picture of an artifact's patterns"),
-        "stream": ("profiling.stream", "streams of any length (StreamingLLM)"),
-        "tasks": ("profiling.tasks", "the tasks that prompts are made of"),
-        "bench": ("profiling.bench", "prefill by the kernels against torch's"),
+        "heatmaps": ("profiling.heatmaps", "draw layer similarity and the attention of a head"),
+        "plot": ("profiling.plot", "draw an artifact's patterns, or the candidates of a head"),
+        "stream": ("profiling.stream", "measure perplexity over an endless text (StreamingLLM)"),
+        "tasks": ("profiling.tasks", "list the tasks that prompts are made from"),
+        "bench": ("profiling.bench", "time Headwise's prefill kernels and torch's"),
     },
     "artifacts": {
-        "validate": (
-            "artifacts.commands.validate",
-            "whether its files are whole and the record valid",
-        ),
-        "diff": ("artifacts.commands.diff", "what changed from one to another"),
-        "convert": ("artifacts.commands.convert", "other tools' files of head patterns, both ways"),
-        "schema": ("artifacts.commands.schema", "the JSON Schema, with what every field means"),
-        "sign": ("artifacts.commands.sign", "a signature file next to an artifact"),
-        "verify": ("artifacts.commands.verify", "whether it is from whom it should be"),
+        "validate": ("artifacts.commands.validate", "check an artifact's files and values"),
+        "diff": ("artifacts.commands.diff", "print the differences between two artifacts"),
+        "convert": ("artifacts.commands.convert", "convert head patterns from and to other tools"),
+        "schema": ("artifacts.commands.schema", "print the JSON Schema of artifacts"),
+        "sign": ("artifacts.commands.sign", "write a signature file next to an artifact"),
+        "verify": ("artifacts.commands.verify", "check an artifact's signature"),
     },
 }
 VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}
 _EPILOG = """\
-headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2
-for bad input, and 3 for a finding, such as a gate that fails.
+headwise VERB --help lists its options. Exit status: 0 success, 1 a bug in Headwise, 2 bad input,
+3 a negative result, such as a gate that fails.
 
   headwise doctor --model MODEL
   headwise search --model MODEL --out cfg.yaml

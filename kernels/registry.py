@@ -86,7 +86,7 @@ class CannotBuildError(RuntimeError):
 
 @functools.cache
 def implementation(op: str, name: str) -> Any:
-    """What serves an op by a backend, imported on first use; ValueError names the known ones."""
+    """Module or class of an op and a backend, imported on first use; ValueError if unknown."""
     names = [each for each, backend in BACKENDS.items() if op in backend.ops]
     if name not in names:
         raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(names)}")

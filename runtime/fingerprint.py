@@ -101,7 +101,7 @@ def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) 
 
 
 def why_not_hashed(model: PreTrainedModel) -> str | None:
-    """What of a model's weights is not hashed; None if all are plain floating-point tensors."""
+    """Reason why a model's weights are not hashed; None if all are plain floating-point tensors."""
     config = getattr(model.config, "quantization_config", None)
     if config is not None:
         if isinstance(config, dict):

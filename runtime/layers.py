@@ -113,7 +113,7 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind:
-    """What the queries of a layer see, by the configuration of a model's language part.
+    """Kind of attention of a layer, from the configuration of a model's language part.
 
     Args:
         config: the configuration.

@@ -111,7 +111,7 @@ def _first_token(prefills: Mapping[str, Sequence[float]], length: int) -> str:
 
 
 def _pass_key(loaded: LoadedModel, config: Path, length: int) -> str:
-    """Whether dense attention and the artifact find the same pass key."""
+    """Answers of dense attention and of the artifact to a pass key."""
     (prompt,) = make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=_SEED)
     answers = {"dense attention": answer(loaded.model, loaded.tokenizer, prompt)}
     with load(config).apply(loaded.model):

@@ -36,7 +36,7 @@ def test_kinds_have_the_same_sizes_and_defaults_in_both_packages():
 def test_kinds_have_distinct_colors_and_letters():
     records = data.RECORDS.values()
     assert len({cls.letter for cls in records}) == len(records)
-    assert len({cls.colour for cls in records}) == len(records)
+    assert len({cls.color for cls in records}) == len(records)
 
 
 @given(st.data(), st.sampled_from(sorted(data.RECORDS)), LENGTHS, LENGTHS)

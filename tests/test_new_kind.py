@@ -19,7 +19,7 @@ WALK = {
 
     named: ClassVar[str] = "band_{tiles}"
     letter: ClassVar[str] = "N"
-    colour: ClassVar[str] = "#117733"
+    color: ClassVar[str] = "#117733"
 
     kind: Literal["band"] = Field(default="band", description=__doc__)
     tiles: Count = Field(description="diagonals of tiles, the query's own among them")

@@ -1,4 +1,4 @@
-"""How every command ends: one-line errors and exit codes; and its verbosity.
+"""Errors in one line, exit codes and verbosity of every command.
 
 Exit codes:
     0: success.

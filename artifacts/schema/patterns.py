@@ -69,11 +69,11 @@ class PatternRecord(Record):
     """Short name, made of the sizes; of a float all digits."""
     letter: ClassVar[str]
     """One character in the map of a page, no other kind's."""
-    colour: ClassVar[str]
-    """Colour in pattern maps, no other kind's. Those of Okabe and Ito are distinct with any
-    colour vision."""
+    color: ClassVar[str]
+    """Color in pattern maps, no other kind's. Those of Okabe and Ito are distinct with any
+    color vision."""
     lettered: ClassVar[bool] = True
-    """Maps write the letter on the colour, which comes near to a pale shade of another kind's."""
+    """Maps write the letter on the color, which comes near to a pale shade of another kind's."""
     covers: ClassVar[Mapping[str, int]] = {}
     """Tokens that a unit of each size covers; other fields cover none."""
     growing: ClassVar[tuple[str, ...]] = ()
@@ -94,7 +94,7 @@ class Dense(PatternRecord):
 
     named: ClassVar[str] = "dense"
     letter: ClassVar[str] = "D"
-    colour: ClassVar[str] = "#D55E00"
+    color: ClassVar[str] = "#D55E00"
     lettered: ClassVar[bool] = False
 
     kind: Literal["dense"] = Field(default="dense", description=__doc__)
@@ -109,7 +109,7 @@ class AShape(PatternRecord):
 
     named: ClassVar[str] = "a_{sink}_{window}"
     letter: ClassVar[str] = "A"
-    colour: ClassVar[str] = "#E69F00"
+    color: ClassVar[str] = "#E69F00"
     lettered: ClassVar[bool] = False
     covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1}
     growing: ClassVar[tuple[str, ...]] = ("window",)
@@ -129,7 +129,7 @@ class VerticalSlash(PatternRecord):
 
     named: ClassVar[str] = "vs_{vertical}_{slash}"
     letter: ClassVar[str] = "V"
-    colour: ClassVar[str] = "#0072B2"
+    color: ClassVar[str] = "#0072B2"
     lettered: ClassVar[bool] = False
     covers: ClassVar[Mapping[str, int]] = {"vertical": 1, "slash": 1}
     growing: ClassVar[tuple[str, ...]] = ("vertical", "slash")
@@ -158,7 +158,7 @@ class BlockSparse(PatternRecord):
 
     named: ClassVar[str] = "bs_{blocks}"
     letter: ClassVar[str] = "B"
-    colour: ClassVar[str] = "#009E73"
+    color: ClassVar[str] = "#009E73"
     lettered: ClassVar[bool] = False
     covers: ClassVar[Mapping[str, int]] = {"blocks": TILE}
     growing: ClassVar[tuple[str, ...]] = ("blocks",)
@@ -180,7 +180,7 @@ class SkipSoftmax(PatternRecord):
 
     named: ClassVar[str] = "skip_{scale_factor}"
     letter: ClassVar[str] = "K"
-    colour: ClassVar[str] = "#882255"
+    color: ClassVar[str] = "#882255"
 
     kind: Literal["skip_softmax"] = Field(default="skip_softmax", description=__doc__)
     scale_factor: float = Field(

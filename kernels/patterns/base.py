@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Builder:
-    """What heads of one kind read of their inputs, once; called with patterns it builds an index.
+    """State that heads of one kind compute once from their inputs; builds an index of patterns.
 
     It holds neither queries nor keys. Fields are as in Inputs.
     """

@@ -65,7 +65,7 @@ class Lists(Builder):
 
     @property
     def reach(self) -> int:
-        """How many tiles before its own a row sees."""
+        """Number of tiles before its own that a row sees."""
         before = num_tiles(self.k_len) - 1
         if self.window is None:
             return before

@@ -51,7 +51,7 @@ class Set:
 
 
 class Measured(NamedTuple):
-    """What an evaluation measured.
+    """Results of an evaluation.
 
     Attributes:
         rows: by length, task, depth and method.

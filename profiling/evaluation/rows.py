@@ -20,7 +20,7 @@ KL = "KL to dense"
 
 @dataclass(frozen=True)
 class Measure:
-    """What trials measure.
+    """Measure of a trial.
 
     Attributes:
         field: of a trial's record.

@@ -1,4 +1,4 @@
-"""Candidates of one head: what each loses and costs, as its search measured them."""
+"""Candidates of one head: loss and cost of each, as its search measured them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from artifacts import HeadwiseError
-from profiling.pictures.drawing import LINES, MARK, new_figure
+from artifacts.schema.patterns import RECORDS
+from profiling.pictures.drawing import new_figure
 from profiling.pictures.registry import Drawing, Source, picture
 
 _LOSSES = ("objective", "change", "error")
 _COSTS = ("seconds", "flops", "density")
 _MEASURES = (*_LOSSES, "recall", *_COSTS)
+_UNITS = {"objective": "nats/token"}
 
 
 @dataclass(kw_only=True)
@@ -39,7 +41,8 @@ def candidates(source: Source) -> Iterator[Drawing]:
     model = artifact.model
     if layer >= model.num_layers or head >= model.num_heads:
         raise HeadwiseError(
-            f"--head must be below {model.num_layers}.{model.num_heads}, got {layer}.{head}"
+            f"--head must be a layer below {model.num_layers} and a head below {model.num_heads}, "
+            f"such as 0.0, got {layer}.{head}"
         )
     tried = tried_by(source.arrays, layer, head)
     if not tried:
@@ -56,7 +59,12 @@ def candidates(source: Source) -> Iterator[Drawing]:
     yield Drawing(
         name=f"candidates.{layer}.{head}",
         figure=candidates_figure(
-            points, best, selected, title=f"layer {layer}, head {head}", axes=(cost, loss)
+            points,
+            best,
+            selected,
+            names={at: each.name for at, each in tried.items()},
+            title=f"layer {layer}, head {head}",
+            axes=(cost, loss),
         ),
         header=["candidate", *measures, "frontier", "chosen"],
         rows=(
@@ -107,6 +115,7 @@ def candidates_figure(
     best: Sequence[int],
     selected: int,
     *,
+    names: Mapping[int, str],
     title: str,
     axes: tuple[str, str],
 ) -> Any:
@@ -116,17 +125,35 @@ def candidates_figure(
         points: cost and loss.
         best: candidates of the frontier.
         selected: the candidate in the artifact.
+        names: short names of the patterns, which begin with the kind's.
         title: of the figure.
         axes: names of cost and loss.
     """
-    figure = new_figure(5.5, 3.6, "frontier: no candidate that costs as little loses less")
+    figure = new_figure(5.5, 3.6, "frontier: no cheaper candidate has a smaller loss")
     panel = figure.subplots()
-    panel.scatter(*zip(*points.values(), strict=True), s=14, color=LINES[0], label="candidate")
-    panel.plot(*zip(*(points[at] for at in best), strict=True), color=LINES[0], label="frontier")
+    for kind, record in RECORDS.items():
+        short = record.named.partition("_{")[0]
+        own = [points[at] for at in points if names[at].partition("_")[0] == short]
+        if own:
+            label = kind.replace("_", " ")
+            panel.scatter(*zip(*own, strict=True), s=14, color=record.color, label=label)
+    panel.plot(
+        *zip(*(points[at] for at in best), strict=True),
+        color="0.6",
+        linewidth=1,
+        zorder=0,
+        label="frontier",
+    )
     if selected in points:
-        panel.scatter(*points[selected], s=60, color=MARK, marker="*", label="chosen", zorder=3)
+        label = f"chosen: {names[selected]}"
+        panel.scatter(*points[selected], s=60, color="black", marker="*", label=label, zorder=3)
     panel.set_title(title, fontsize=9, loc="left")
-    panel.set_xlabel(axes[0])
-    panel.set_ylabel(f"loss ({axes[1]})")
+    panel.set_xlabel(_axis(axes[0]))
+    panel.set_ylabel(f"loss: {_axis(axes[1])}")
     panel.legend(fontsize=7, frameon=False)
     return figure
+
+
+def _axis(measure: str) -> str:
+    """Return a measure with its unit."""
+    return f"{measure}, {_UNITS[measure]}" if measure in _UNITS else measure

@@ -1,4 +1,4 @@
-"""Shared by pictures: colours for any colour vision, captions, reproducible files, CSV.
+"""Shared by pictures: colors for any color vision, captions, reproducible files, CSV.
 
 Each picture is a matplotlib Figure without pyplot: no window system, no state.
 """
@@ -88,15 +88,15 @@ def ticks(count: int, max_ticks: int = 16) -> range:
 
 
 def shade(values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:
-    """Map values to colours (..., 3), LEFT_OUT where NaN; return the colour bar's scale too."""
+    """Map values to colors (..., 3), LEFT_OUT where NaN; return the color bar's scale too."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize, to_rgb
 
     scale = ScalarMappable(Normalize(low, high), colormaps[MAP])
-    colours = scale.to_rgba(np.nan_to_num(values, nan=low))[..., :3]
-    colours[np.isnan(values)] = to_rgb(LEFT_OUT)
-    return colours, scale
+    colors = scale.to_rgba(np.nan_to_num(values, nan=low))[..., :3]
+    colors[np.isnan(values)] = to_rgb(LEFT_OUT)
+    return colors, scale
 
 
 def line_style(at: int) -> dict[str, Any]:

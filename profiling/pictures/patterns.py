@@ -58,7 +58,7 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
 
     Args:
         artifact: the artifact whose patterns are drawn.
-        recall: (layers, heads); None draws full colours.
+        recall: (layers, heads); None draws full colors.
     """
     import matplotlib
 
@@ -84,8 +84,8 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
             strength = 1.0
             if recall is not None:
                 strength = np.clip((recall[layer, head] - PALEST) / (1 - PALEST), 0.0, 1.0)
-            colour = np.array(to_rgb(pattern.colour))
-            image[head, layer] = 1 - (0.2 + 0.8 * strength) * (1 - colour)
+            color = np.array(to_rgb(pattern.color))
+            image[head, layer] = 1 - (0.2 + 0.8 * strength) * (1 - color)
 
     if recall is None:
         shades = ""
@@ -122,7 +122,7 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
         axes.grid(which="minor", color="white", linewidth=0.6)
         axes.tick_params(which="minor", length=0)
     handles = [
-        Patch(color=RECORDS[kind].colour, label=f"{_label(kind)} {count}")
+        Patch(color=RECORDS[kind].color, label=f"{_label(kind)} {count}")
         for kind, count in sorted(counts.items())
     ]
     if None in artifact.prefill.layers:

@@ -59,7 +59,7 @@ def ability(source: Source) -> Iterator[Drawing]:
 
 @picture(of="profile")
 def hit(source: Source) -> Iterator[Drawing]:
-    """How much of the answer's block a layer's tokens hold (Figure 6b)."""
+    """Fraction of the answer's block among a layer's tokens (OmniKV, Figure 6b)."""
     profile = _profile(source)
     lines = {task: own for task in profile.tasks if (own := profile.hit(task)) is not None}
     yield from _curves("hit", lines, source)

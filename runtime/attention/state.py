@@ -307,7 +307,7 @@ _configs: dict[int, _Applied] = {}
 
 
 class _Applied(NamedTuple):
-    """What is applied to the model of a configuration.
+    """Application to the model of a configuration.
 
     Attributes:
         config: configuration of the model's language part.

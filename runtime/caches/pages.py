@@ -31,7 +31,7 @@ def left_of_prompt(budget: int | float, window: int, held: int, seen: int) -> in
 
 
 class Pages:
-    """How pages of vLLM hold what a policy keeps; vLLM frees the others (runtime.vllm)."""
+    """Layout of a policy's kept tokens in pages of vLLM, which frees other pages (runtime.vllm)."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class Policy(ABC):
 
     @classmethod
     def paged(cls, record: Any) -> Pages | str:
-        """How vLLM's pages hold what this record keeps, or the reason why they cannot."""
+        """Layout of the kept tokens in vLLM's pages, or the reason why there is none."""
         return "there is no vLLM layer for it"
 
     def steps(self, call: Step) -> Iterable[Step]:

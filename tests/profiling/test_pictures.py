@@ -164,9 +164,9 @@ def test_attention_figure_contains_its_texts(with_pattern):
 
 
 def test_shade_of_nan_is_gray():
-    colours, _ = shade(np.array([0.0, 0.5, 1.0, np.nan]), 0.0, 1.0)
-    assert len({tuple(colour.round(3)) for colour in colours}) == 4
-    assert len(set(colours[3].round(6))) == 1, "grey"
+    colors, _ = shade(np.array([0.0, 0.5, 1.0, np.nan]), 0.0, 1.0)
+    assert len({tuple(color.round(3)) for color in colors}) == 4
+    assert len(set(colors[3].round(6))) == 1, "grey"
 
 
 def test_heatmaps_refuses_a_head_that_does_not_exist(tmp_path):
@@ -227,7 +227,7 @@ def with_candidates(scored, **arrays):
     """The artifact of `scored` with candidates of its heads: one cheap, one good, one neither."""
     artifact, former = artifacts.load_pair(scored)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
-    scores = {"cheap": (3.0, 1.0), "good": (1.0, 2.0), "neither": (2.0, 2.5)}
+    scores = {"a_64_128": (3.0, 1.0), "vs_64_64": (1.0, 2.0), "bs_9": (2.0, 2.5)}
     own = {"chosen.candidate": np.full(shape, 1, np.int32)}
     for number, (name, (loss, seconds)) in enumerate(scores.items()):
         for score, value in (("objective", loss), ("error", loss / 2), ("seconds", seconds)):
@@ -242,7 +242,7 @@ def test_plot_of_a_head_has_a_line_for_each_candidate(scored, tmp_path):
     config = with_candidates(scored)
     assert main(["plot", str(config), "--head", "2.1", "--out", str(tmp_path / "head")]) == 0
     lines = list(csv.DictReader((tmp_path / "head.csv").open()))
-    assert [line["candidate"] for line in lines] == ["cheap", "good", "neither"]
+    assert [line["candidate"] for line in lines] == ["a_64_128", "vs_64_64", "bs_9"]
     assert [line["frontier"] for line in lines] == ["True", "True", "False"]
     assert [line["chosen"] for line in lines] == ["False", "True", "False"]
     assert [float(line["seconds"]) for line in lines] == [1.0, 2.0, 2.5]
@@ -252,11 +252,16 @@ def test_plot_of_a_head_has_a_line_for_each_candidate(scored, tmp_path):
 def test_candidates_of_a_head_are_marked_in_the_figure():
     points = {0: (1.0, 3.0), 1: (2.0, 1.0), 2: (2.5, 2.0)}
     assert frontier(points) == [0, 1]
-    drawn = candidates_figure(points, [0, 1], 1, title="layer 2, head 1", axes=("seconds", "error"))
+    names = {0: "a_64_128", 1: "vs_128_256", 2: "vs_512_512"}
+    drawn = candidates_figure(
+        points, [0, 1], 1, names=names, title="layer 2, head 1", axes=("seconds", "error")
+    )
     (panel,) = drawn.axes
-    every, chosen = panel.collections
-    assert every.get_offsets().tolist() == [list(point) for point in points.values()]
+    a_shape, vertical_slash, chosen = panel.collections
+    assert a_shape.get_offsets().tolist() == [[1.0, 3.0]]
+    assert vertical_slash.get_offsets().tolist() == [[2.0, 1.0], [2.5, 2.0]]
     assert chosen.get_offsets().tolist() == [[2.0, 1.0]]
+    assert chosen.get_label() == "chosen: vs_128_256"
     assert panel.lines[0].get_xydata().tolist() == [[1.0, 3.0], [2.0, 1.0]]
     assert texts_outside(drawn) == []
 
@@ -264,7 +269,7 @@ def test_candidates_of_a_head_are_marked_in_the_figure():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--head 9.0", "--head must be below "),
+        ("--head 9.0", "--head must be a layer below "),
         ("--head 2", "--head must be layer.head, such as 12.5, got '2'"),
         ("--head 2.1", "the artifact has no candidates of head 2.1"),
         ("--picture candidates", "--head goes with the picture candidates, which needs it"),
