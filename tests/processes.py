@@ -23,8 +23,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 120.0
-_servers = multiprocessing.get_context("forkserver")
-_servers.set_forkserver_preload(["tests.heavy"])
+servers = multiprocessing.get_context("forkserver")
+servers.set_forkserver_preload(["tests.heavy"])
 
 
 class Process:
@@ -35,7 +35,7 @@ class Process:
         """Start `python -m module words` in the checkout; with `ranks`, under torchrun."""
         self._folder = tempfile.TemporaryDirectory()
         arguments = module, words, ranks, self._folder.name
-        self._process = _servers.Process(target=_run, args=arguments)
+        self._process = servers.Process(target=_run, args=arguments)
         self._process.start()
         self.pid = self._process.pid or 0
 
