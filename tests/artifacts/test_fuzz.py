@@ -36,7 +36,7 @@ from tests.artifacts.conftest import (
     hash_by_other_tools,
 )
 
-COUNT = int(os.environ.get("FUZZ", 600))
+COUNT = int(os.environ.get("FUZZ", 300))
 # Seconds of the processor for one mutant, which takes milliseconds; a busy machine makes nothing
 # hang.
 HANG = 20
@@ -249,7 +249,7 @@ def test_load_of_a_mutant_is_refused_or_matches_its_hashes(tmp_path):
             signal.setitimer(signal.ITIMER_PROF, 0)
     # Mutants that all end in the same way would be poor ones.
     for kind in ("loaded", "content_sha256", "sidecar", "a field", "YAML"):
-        assert seen[kind] > 5, seen
+        assert seen[kind] > COUNT // 150, seen
 
 
 @pytest.mark.parametrize("name", ["head_patterns.json", "full_attention_heads.tsv", "config"])

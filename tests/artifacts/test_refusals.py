@@ -284,7 +284,9 @@ FIELDS = {
 
 # Like patterns without sizes, these have too many wrong values.
 TOO_MANY = ("wrong names", "wrong policies")
-ONCE = [name for name in FIELDS if name not in TOO_MANY]
+# Half a second each.
+SLOW = ("unknown names", "near misses", "deep rope")
+ONCE = [name for name in FIELDS if name not in (*TOO_MANY, *SLOW)]
 
 
 def header(entries, data=b""):
@@ -391,7 +393,7 @@ def large():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(LARGE, *LARGE[:2]))
+@pytest.mark.parametrize("name", sampled(LARGE, LARGE[0]))
 def test_commands_on_the_largest_artifacts_succeed(tmp_path, name):
     artifact, arrays = large()[name]
     save(artifact, tmp_path / "cfg.yaml", arrays)

@@ -37,9 +37,9 @@ from tests.sampling import sampled
 from tests.search.conftest import PAPER
 from tests.tiny_text_model import save_tokenizer
 
-# Architectures: a plain one, and one for each of a fused projection, a softcap, sliding layers,
-# sinks, another layout of modules, and experts. The runtime's matrix has all.
-TRAITS = ("Llama", "Phi3", "Gemma2", "Gemma3", "GptOss", "GPTNeoX", "Qwen3Moe", "Exaone4", "Llama4")
+# A fused projection, sliding layers, sinks, and experts with another layout; tests of capture and
+# gradients have more, the runtime's matrix all.
+TRAITS = ("Phi3", "Gemma3", "GptOss", "Llama4")
 
 
 def test_heads_writes_pair_and_picture_and_scores_match_the_artifact(tiny_model, tmp_path):
@@ -96,25 +96,26 @@ def test_heads_killed_search_resumes_with_the_same_result(by_head, tiny_model, t
     assert not resume.exists()
 
 
+def searched(model, folder):
+    """The artifact of a search of a model without a folder, and the model's folder."""
+    model.save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
+    words = f"--model {folder}/model --out {folder}/cfg.yaml --preset paper --length 512"
+    assert main(f"search {words} --budget 0.6 --dtype float32 --no-picture".split()) == 0
+    return folder / "cfg.yaml", folder / "model"
+
+
 @pytest.mark.parametrize("family", sampled(FAMILIES, *TRAITS))
 @pytest.mark.filterwarnings("ignore")
 def test_heads_result_runs_on_each_architecture(family, tmp_path):
     model = tiny_of_family(family, vocab_size=260)
-    out = tmp_path / "cfg.yaml"
-    model.save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    options = "--preset paper --length 512 --budget 0.6 --dtype float32 --no-picture"
-    assert (
-        main(["search", "--model", str(tmp_path / "model"), "--out", str(out), *options.split()])
-        == 0
-    )
-    modules = attention_layers(model)
+    out, _ = searched(model, tmp_path)
     rows = artifacts.load(out).prefill.layers
-    searched = {layer for layer, row in enumerate(rows) if row is not None}
-    assert searched == set(full_layers(modules))
+    layers = {layer for layer, row in enumerate(rows) if row is not None}
+    assert layers == set(full_layers(attention_layers(model)))
     with torch.no_grad(), load(out).apply(model, strict=True) as handle:
         model(torch.randint(3, 250, (1, 512)))
-        assert handle.stats()["sparse"] == len(searched)
+        assert handle.stats()["sparse"] == len(layers)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -123,31 +124,15 @@ def test_search_with_shared_kv_layers_covers_all_of_them(tmp_path):
     model = tiny_of_family(
         "Gemma4", vocab_size=260, vocab_size_per_layer_input=260, **GEMMA4_SHARED
     )
-    out = tmp_path / "cfg.yaml"
-    model.save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    options = "--preset paper --length 512 --budget 0.6 --dtype float32 --no-picture"
-    assert (
-        main(["search", "--model", str(tmp_path / "model"), "--out", str(out), *options.split()])
-        == 0
-    )
+    out, folder = searched(model, tmp_path)
     assert [row is not None for row in artifacts.load(out).prefill.layers] == [False, True] * 3
     with torch.no_grad(), load(out).apply(model, strict=True) as handle:
         model(torch.randint(3, 97, (1, 512)))
         assert handle.stats()["sparse"] == 3
-    for command, section in (("filters", "decode"), ("kv", "kv_cache")):
-        words = [
-            command,
-            str(out),
-            "--model",
-            str(tmp_path / "model"),
-            "--out",
-            str(tmp_path / "new.yaml"),
-        ]
-        if command == "kv":
-            words += ["--target-share", "0.5"]
-        with pytest.raises(HeadwiseError, match=f"layer 2 .*: the {section} section cannot"):
-            main(words)
+    words = f"{out} --model {folder} --out {tmp_path}/new.yaml"
+    for command, section in (("filters", "decode"), ("kv --target-share 0.5", "kv_cache")):
+        with pytest.raises(HeadwiseError, match=f"layer 2 .*: the {section} section"):
+            main(f"{command} {words}".split())
 
 
 def test_search_with_failing_kernel_build_reports_one_line(tiny_model, monkeypatch, capfd):
@@ -158,15 +143,13 @@ def test_search_with_failing_kernel_build_reports_one_line(tiny_model, monkeypat
     monkeypatch.setattr(build, "load", build._load)
     assert serving_backend("auto", model, "float32", "cpu") == "reference"
     output = capfd.readouterr().err
-    assert output.count("\n") == 1 and output.startswith("only the reference backend serves here")
-    assert "false" in output
+    assert output.count("\n") == 1 and "reference" in output and "false" in output
     assert serving_backend("auto", model, "float32", "cpu", quiet=True) == "reference"
     assert serving_backend("reference", model, "float32", "cpu") == "reference"
     assert capfd.readouterr().err == ""
-    says = r"--backend cpu: backend 'cpu' cannot serve this call: .*false"
-    with pytest.raises(HeadwiseError, match=says):
+    with pytest.raises(HeadwiseError, match=r"--backend cpu: .*false"):
         serving_backend("cpu", model, "float32", "cpu")
-    with pytest.raises(HeadwiseError, match="--backend abacus: unknown backend 'abacus'"):
+    with pytest.raises(HeadwiseError, match="--backend abacus: "):
         serving_backend("abacus", model, "float32", "cpu")
     monkeypatch.undo()
     assert serving_backend("auto", model, "float32", "cpu") == "cpu"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,22 @@ def command(tiny_model, by_head):
     return ["--model", str(tiny_model), str(by_head), *RULES, *MEASURE]
 
 
-def test_filters_write_decode_section_only(command, by_head, tmp_path, capsys):
-    out = tmp_path / "new.yaml"
+@pytest.fixture(scope="module")
+def filtered(tiny_model, by_head, tmp_path_factory):
+    """new.yaml of filters, with its study, record and report."""
+    folder = tmp_path_factory.mktemp("filters")
+    words = f"--out {folder}/new.yaml --json={folder}/record.json --storage sqlite:///{folder}/db"
     options = "--budget 0.25 --selector uniform --window 4 --prefill-ratio 0.5"
-    main(["filters", *command, "--out", str(out), *options.split()])
+    with redirect_stdout(io.StringIO()) as report:
+        paths = ["--model", str(tiny_model), str(by_head), *words.split()]
+        main(["filters", *paths, *RULES, *MEASURE, *options.split()])
+    (folder / "report.txt").write_text(report.getvalue())
+    return folder
+
+
+def test_filters_write_decode_section_only(filtered, by_head, tiny_model):
     before, arrays = artifacts.load_pair(by_head)
-    after, more = artifacts.load_pair(out)
+    after, more = artifacts.load_pair(filtered / "new.yaml")
     assert (after.prefill, after.patterns) == (before.prefill, before.patterns)
     section = after.decode.omnikv
     assert (section.selector, section.window) == ("uniform", 4)
@@ -50,35 +62,22 @@ def test_filters_write_decode_section_only(command, by_head, tmp_path, capsys):
     assert section.filter_layers == (0,) and section.dense_layers == ()
     assert section.similarity.tasks == ("passkey", "kv_retrieval")
     assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
-    printed = capsys.readouterr().out
-    assert printed.endswith(f"next: headwise decode {out} --model {command[1]}\n")
+    printed = (filtered / "report.txt").read_text()
+    assert printed.endswith(f"headwise decode {filtered}/new.yaml --model {tiny_model}\n")
     assert "held-out prompts" in printed and "evenly spaced" in printed
 
 
-def test_filters_with_storage_record_each_selection_as_a_trial(command, tmp_path, capsys):
+def test_filters_with_storage_record_each_selection_as_a_trial(filtered):
     import optuna
 
-    url = f"sqlite:///{tmp_path}/study.db"
-    record = tmp_path / "record.json"
-    main(
-        [
-            "filters",
-            *command,
-            "--out",
-            str(tmp_path / "f.yaml"),
-            f"--json={record}",
-            "--storage",
-            url,
-        ]
-    )
-    study = optuna.load_study(study_name="f", storage=url)
+    study = optuna.load_study(study_name="new", storage=f"sqlite:///{filtered}/db")
     assert study.metric_names == ["passkey", "kv_retrieval", "density"]
     assert [trial.params for trial in study.trials] == [
         {"choice": "searched", "prompts": "chosen on"},
         {"choice": "searched", "prompts": "held out"},
         {"choice": "evenly spaced", "prompts": "held out"},
     ]
-    scores = json.loads(record.read_text())["scores"].values()
+    scores = json.loads((filtered / "record.json").read_text())["scores"].values()
     for trial, score in zip(study.trials, scores, strict=True):
         attributes = trial.user_attrs
         assert attributes["error"] == pytest.approx(score["error"])
@@ -87,7 +86,6 @@ def test_filters_with_storage_record_each_selection_as_a_trial(command, tmp_path
         # Errors of the tasks, whose mean is the choice's, and one full layer of three.
         assert np.mean(trial.values[:2]) == pytest.approx(score["error"])
         assert trial.values[2] == pytest.approx(1 / 3)
-    assert study.best_trials
 
 
 def test_filters_killed_run_resumes_with_the_same_result(command, tmp_path, monkeypatch, capsys):
@@ -152,18 +150,8 @@ def test_in_place_update_and_later_search_preserve_other_sections(
 def test_filters_with_profile_skip_measurement_and_runtime_decodes(command, tiny_model, tmp_path):
     profile = tmp_path / "profile"
     out = tmp_path / "cfg.yaml"
-    main(
-        [
-            "similarity",
-            "--model",
-            str(tiny_model),
-            "--out",
-            str(profile),
-            *MEASURE,
-            "--dtype",
-            "float32",
-        ]
-    )
+    words = ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
+    main(["similarity", *words])
     main(["filters", *command, "--out", str(out), "--profile", str(profile), "--budget", "64"])
     loaded = load_model(str(tiny_model), dtype="float32")
     ids = torch.randint(3, 90, (1, 200))
@@ -182,20 +170,30 @@ def kv_command(tiny_model: Path, by_head: Path, out: Path, *more: str) -> list[s
     return [*model, str(by_head), "--out", str(out), *FAST, *more]
 
 
-def test_kv_writes_budgets_that_the_runtime_applies(tiny_model, by_head, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def budgeted(tiny_model, by_head, tmp_path_factory):
+    """cfg.yaml, into which kv wrote its section, with its study, record and report."""
+    folder = tmp_path_factory.mktemp("kv")
+    own = folder / "cfg.yaml"
+    artifacts.save(artifacts.load(by_head), own, artifacts.load_arrays(by_head))
+    words = f"--target-share 0.25 --json={folder}/record.json --storage sqlite:///{folder}/db"
+    with redirect_stdout(io.StringIO()) as report:
+        main(["kv", *kv_command(tiny_model, own, own, *words.split(), "--task", "prose")])
+    (folder / "report.txt").write_text(report.getvalue())
+    return folder
+
+
+def test_kv_writes_budgets_that_the_runtime_applies(budgeted, tiny_model, by_head):
     """It writes into its input file and leaves the rest unchanged."""
-    own = tmp_path / "cfg.yaml"
-    before, arrays = artifacts.load_pair(by_head)
-    artifacts.save(before, own, arrays)
-    file = tmp_path / "figures.json"
-    main(["kv", *kv_command(tiny_model, own, own, "--target-share", "0.25", f"--json={file}")])
-    output = capsys.readouterr().out
+    own = budgeted / "cfg.yaml"
+    output = (budgeted / "report.txt").read_text()
     assert "searched   KL" in output and "even       KL" in output
     assert output.endswith(f"headwise evaluate {own} --model {tiny_model} --out report/\n")
-    figures = json.loads(file.read_text())
+    figures = json.loads((budgeted / "record.json").read_text())
     assert sum(figures["budgets"].values()) == 3 * 2 and figures["held_out"]["even"]["kl"] > 0
-    # A single prompt may be chance.
+    # Two prompts may be chance.
     assert not figures["better"] and "not better beyond chance" in output
+    before, arrays = artifacts.load_pair(by_head)
     after, more = artifacts.load_pair(own)
     assert (after.prefill, after.patterns) == (before.prefill, before.patterns)
     assert more["kv.error"].shape == (3, 2, len(more["kv.shares"])) and set(arrays) < set(more)
@@ -208,15 +206,11 @@ def test_kv_writes_budgets_that_the_runtime_applies(tiny_model, by_head, tmp_pat
     assert 0.15 <= np.mean(retained) / 800 <= 0.26
 
 
-def test_kv_with_storage_records_both_budgets_for_both_sets(tiny_model, by_head, tmp_path, capsys):
+def test_kv_with_storage_records_both_budgets_for_both_sets(budgeted):
     import optuna
 
-    url = f"sqlite:///{tmp_path}/study.db"
-    file = tmp_path / "figures.json"
-    words = ["--target-share", "0.25", f"--json={file}", "--storage", url, "--task", "prose"]
-    main(["kv", *kv_command(tiny_model, by_head, tmp_path / "kv.yaml", *words)])
-    figures = json.loads(file.read_text())
-    study = optuna.load_study(study_name="kv", storage=url)
+    figures = json.loads((budgeted / "record.json").read_text())
+    study = optuna.load_study(study_name="cfg", storage=f"sqlite:///{budgeted}/db")
     assert study.metric_names == ["passkey", "prose", "share"]
     settings = [(trial.user_attrs["prompts"], trial.params["budgets"]) for trial in study.trials]
     sets = ("deciding", "reporting")
@@ -231,7 +225,6 @@ def test_kv_with_storage_records_both_budgets_for_both_sets(tiny_model, by_head,
         figure = figures["held_out"][trial.params["budgets"]]
         assert trial.user_attrs["kl"] == pytest.approx(figure["kl"])
         assert trial.user_attrs["perplexity_ratio"] == pytest.approx(figure["perplexity_ratio"])
-    assert study.best_trials
 
 
 def interrupted(*arguments: Any) -> Any:
