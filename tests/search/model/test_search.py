@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import re
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -26,8 +21,6 @@ from profiling.pictures.patterns import figure
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences
-from profiling.speed.baselines import HEADWISE, KERNEL
-from profiling.speed.layer_times import ANCHOR, SDPA
 from runtime import load
 from search.gate import plans_of
 from search.model import scored_prompts, search, timed_costs
@@ -35,92 +28,20 @@ from search.model.allocation import spendable
 from search.model.limits import Limits
 from search.model.losses import context_losses, task_figures
 from search.model.prompts import held_out_prompts, held_out_sets
-from search.model.speed import another_round
 from tests.processes import Process
 from tests.sampling import sampled
+from tests.search.model.conftest import (
+    LENGTH,
+    SMALL,
+    TASKS,
+    TIMED,
+    content,
+    interrupted,
+    ledger_of,
+    options,
+)
 from tests.search.model.made import heads_of
 from tests.tiny_text_model import save_tiny
-
-LENGTH = 512
-TASKS = ("passkey", "prose")
-LIMITS = ("max_kl", "max_perplexity", "max_nll")
-
-
-def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[str]:
-    values = {
-        "model": str(model),
-        "out": str(at),
-        "length": str(LENGTH),
-        "task": " ".join(TASKS),
-        "budget": "0.65",
-        "cost": "flops",
-        "dtype": "float32",
-        # A random model has no head that can do without much.
-        **dict.fromkeys(LIMITS, "9"),
-        "max_lost": "1",
-        **changes,
-    }
-    words = ["--no-picture", *more]
-    for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name == "task":
-            words += [word for task in value.split() for word in (flag, task)]
-        elif value is not None:
-            words += [flag, *value.split()]
-    return words
-
-
-def content(path: Path) -> str | None:
-    return artifacts.load(path).content_sha256
-
-
-def ledger_of(out: Path) -> Path:
-    return out.with_name(f"{out.name}.heads.ledger")
-
-
-@pytest.fixture(scope="module")
-def found(tiny_model, tmp_path_factory):
-    """Read-only artifact of a search; its resume file, report and study are next to its folder."""
-    folder = tmp_path_factory.mktemp("found")
-    out = folder / "out" / "cfg.yaml"
-    out.parent.mkdir()
-    remove = Ledger.remove
-
-    def kept(ledger: Ledger) -> None:
-        shutil.copytree(ledger.folder, folder / "jobs")
-        remove(ledger)
-
-    output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
-        patch.setattr(Ledger, "remove", kept)
-        storage = f"sqlite:///{folder}/study.db"
-        assert main(["search", *options(tiny_model, out, storage=storage)]) == 0
-    (folder / "report.txt").write_text(output.getvalue())
-    return out
-
-
-# A search that takes less, for those that are to find the same again.
-SMALL: dict[str, str | None] = {"task": "passkey"}
-
-
-@pytest.fixture(scope="module")
-def small(tiny_model, tmp_path_factory):
-    """The artifact of a small search; not to be written to."""
-    out = tmp_path_factory.mktemp("small") / "cfg.yaml"
-    assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
-    return out
-
-
-@pytest.fixture
-def out(found, tmp_path):
-    """Output file of a search that resumes from the jobs that `found` finished."""
-    out = tmp_path / "cfg.yaml"
-    shutil.copytree(found.parents[1] / "jobs", ledger_of(out))
-    return out
-
-
-def interrupted(*args: Any, **kwargs: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -297,210 +218,6 @@ def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
     assert failed.user_attrs["prompts"] == "held-out set 1" and "prose" in failed.user_attrs
     assert passed.user_attrs["prompts"] == "held-out set 2"
     assert passed.values[2] == pytest.approx(artifact.search.spent, abs=1e-4)
-
-
-@dataclass
-class Clock:
-    """A made-up clock: every first run is real, and takes as long as this says.
-
-    dense: attention of a layer over every key; sparse: by the patterns that were accepted;
-    candidates take 0.1 ms.
-
-    sdpa: by torch, relative to dense. first_token: times as fast as dense attention to the first
-    token, round by round, over and over. attention: its timed calls, as (tokens, names,
-    whether one turn is not counted). prefills: the ways of each round."""
-
-    dense: float = 1e-3
-    sparse: float = 1e-4
-    sdpa: float = 1.0
-    first_token: tuple[float, ...] = (2.0,)
-    attention: list[tuple[int, list[str], bool]] = field(default_factory=list)
-    prefills: list[list[str]] = field(default_factory=list)
-
-    def in_turn(
-        self, runs: Mapping[str, Callable[[], Any]], *, warm_up: bool, **_: Any
-    ) -> dict[str, list[float]]:
-        (tokens,) = {run().shape[2] for run in runs.values()}
-        self.attention.append((tokens, list(runs), warm_up))
-        is_dense = {name: name in (ANCHOR, SDPA) or name.startswith("Dense") for name in runs}
-        candidates = {name: [self.dense if is_dense[name] else 1e-4] for name in runs}
-        if SDPA in candidates:
-            candidates[SDPA] = [self.dense * self.sdpa]
-        return candidates | ({"chosen": [self.sparse]} if "chosen" in runs else {})
-
-    def interleaved(
-        self, ways: Any, run: Any, *, repeats: int, device: str
-    ) -> dict[str, list[float]]:
-        if not self.prefills:
-            for enter in ways.values():
-                with enter():
-                    run()
-        taken = self.first_token[len(self.prefills) % len(self.first_token)]
-        self.prefills.append(list(ways))
-        return {name: [1.0 if name == HEADWISE else taken] for name in ways}
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("profiling.speed.layer_times.in_turn", self.in_turn)
-        patch.setattr("search.model.speed.interleaved", self.interleaved)
-        # As many rounds as there may be, however quick the search was.
-        patch.setattr("search.model.speed._SHARE", 1e9)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    clock.install(monkeypatch)
-    return clock
-
-
-# By such a clock an allocation takes as long whatever it computes, so that cheap ones look dear.
-TIMED: dict[str, str | None] = {"cost": "seconds", "budget": "0.7"}
-
-
-@pytest.fixture(scope="module")
-def gated(tiny_model, found, tmp_path_factory):
-    """The resume file of a search by seconds that the gate has passed, and its clock."""
-    out = tmp_path_factory.mktemp("gated") / "cfg.yaml"
-    shutil.copytree(found.parents[1] / "jobs", ledger_of(out))
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        clock.install(patch)
-        patch.setattr(search, "time_attention", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            main(["search", *options(tiny_model, out, **TIMED)])
-    return ledger_of(out), clock
-
-
-@pytest.fixture
-def timed(tiny_model, gated, tmp_path):
-    """timed(*more): exit status of a search in which the timing of its result is left to do."""
-    out = tmp_path / "cfg.yaml"
-    shutil.copytree(gated[0], ledger_of(out))
-    return lambda *more: main(["search", *options(tiny_model, out, *more, **TIMED)])
-
-
-def last_block(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Lines of the report from the verdict on."""
-    return capsys.readouterr().out.split("\n\n")[-1].splitlines()
-
-
-def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, clock, capsys):
-    """Dense attention takes ten times as long as patterns, and a full prefill twice as long."""
-    assert timed() == 0
-    out = tmp_path / "cfg.yaml"
-    artifact = artifacts.load(out)
-    assert artifact.search is not None and artifact.search.cost.unit == "seconds"
-    assert artifact.prefill.dense_below == LENGTH // 2
-    whole, *attention = artifact.evidence.measurements
-    assert whole.name == "seconds to the first token"
-    assert (whole.value, whole.baseline, whole.samples) == (1.0, 2.0, 6)
-    assert whole.baseline_name == "dense attention by Headwise's kernel"
-    assert [one.value for one in attention] == pytest.approx([3e-4] * 3)
-    by_baseline = {one.baseline_name: one for one in attention}
-    assert by_baseline["dense attention by sdpa"].baseline == pytest.approx(3e-3)
-    # Three budgets, and some of every kind, on each layer.
-    costs = gated[1].attention
-    kinds = {name.partition("(")[0] for name in costs[0][1]}
-    patterns = {"AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense"}
-    assert len(costs) == 3 and kinds == {"0", "1", "2", ANCHOR} | patterns
-    # Estimates of more queries are added to these times, so none of them uses more queries.
-    assert not any("last_q=256" in name for name in costs[0][1])
-    # The result, also on half the prompt.
-    assert [names for _, names, _ in clock.attention[:2]] == [["chosen", ANCHOR, SDPA]] * 2
-    assert [tokens for tokens, _, _ in clock.attention] == [LENGTH // 2, LENGTH] * 3
-    # One turn is not counted where each length is timed first.
-    warm_ups = [first for _, _, first in [*costs, *clock.attention]]
-    assert warm_ups == [True, False, False, True, True, *[False] * 4]
-    # Only against the fastest dense baseline, interleaved.
-    assert clock.prefills == [[KERNEL, HEADWISE]] * 6
-    block = last_block(capsys)
-    assert block[0].startswith(
-        "2.0 -> 1.0 s to the first token at 512 tokens (2.00x the fastest dense attention's, 2.00 "
-        "to 2.00 in 6 rounds); attention alone 10.00x; not proven: 0 right answers of 4 contexts; "
-    )
-    assert block[1].startswith("budget asked 0.7, spent 0.")
-    assert block[2].startswith(f"wrote {out}, ") and "headwise gate " in block[3]
-    verdict = artifacts.Verdict(proven=False, why="0 right answers of 4 contexts")
-    assert artifact.evidence.verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("attention", "first_token", "verdict", "figure", "written"),
-    [
-        # Attention gains nothing, or too little; the full prefill is slower despite the gain.
-        (1.00, (2.0,), "not worth serving", "1.00x; ", False),
-        (1.04, (2.0,), "not worth serving", "1.04x; ", False),
-        (10, (0.98, 0.97, 0.99), "not worth serving", "0.97 to 0.99 in 6 rounds", False),
-        # If the rounds disagree, no median decides, above or below 1.
-        (10, (0.9, 1.2, 1.1), "not proven faster", "0.90 to 1.20 in 6 rounds", True),
-        (10, (0.9, 0.95, 1.02), "not proven faster", "0.90 to 1.02 in 6 rounds", True),
-    ],
-)
-def test_verdict_by_seconds_decides_on_the_file_and_the_exit_status(
-    attention, first_token, verdict, figure, written, found, timed, tmp_path, clock, capsys
-):
-    clock.sparse = clock.dense / attention
-    clock.first_token = first_token
-    out = tmp_path / "cfg.yaml"
-    artifact, arrays = artifacts.load_pair(found)
-    artifacts.save(artifact, out, arrays)
-    assert timed() == 3
-    block = last_block(capsys)
-    assert block[0].startswith(verdict) and figure in block[0]
-    assert ("--speed-only" in block[0]) == written
-    assert (content(out) != content(found)) == written
-    assert f"wrote {out}" in block[2] if written else "--keep" in block[-1]
-    # A prefill of which nothing would be sparse is not timed.
-    assert bool(clock.prefills) == (attention > 1)
-
-
-@pytest.mark.parametrize("first_token", [(0.9, 1.2), (0.98, 0.97, 0.99)])
-def test_keep_writes_and_exits_0_without_a_proven_gain(first_token, timed, tmp_path, clock, capsys):
-    clock.first_token = first_token
-    assert timed("--keep") == 0
-    assert last_block(capsys)[0].startswith("not ") and (tmp_path / "cfg.yaml").exists()
-
-
-def test_sdpa_slower_on_half_the_prompt_is_not_timed_on_all(timed, tmp_path, clock, capsys):
-    clock.sdpa = 2.0
-    assert timed() == 0
-    calls = [(tokens, SDPA in names) for tokens, names, _ in clock.attention]
-    assert calls[:2] == [(LENGTH // 2, True), (LENGTH, False)]
-    assert not any(sdpa for tokens, sdpa in calls if tokens == LENGTH)
-    _, *attention = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
-    by_baseline = {one.baseline_name: one for one in attention}
-    sdpa = by_baseline["dense attention by sdpa"]
-    assert (sdpa.length, sdpa.baseline) == (LENGTH // 2, pytest.approx(6e-3))
-    assert by_baseline["dense attention by Headwise's kernel"].length == LENGTH
-    assert "default attention (sdpa): 2.00 times as long" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("done", "seconds", "limit", "another"),
-    [
-        (0, 0.0, 0.0, True),
-        (2, 60.0, 1.0, True),
-        (3, 90.0, 100.0, False),
-        (3, 90.0, 120.0, True),
-        (5, 5.0, 100.0, True),
-        (6, 6.0, 100.0, False),
-    ],
-)
-def test_prefill_rounds_are_three_or_more_within_the_limit(done, seconds, limit, another):
-    assert another_round(done, seconds, limit) == another
-
-
-@pytest.mark.parametrize(
-    ("budget", "worth", "advice"),
-    [("0.99", 1.05, "try a smaller --budget"), (None, 99, "try --length 1024")],
-)
-def test_flops_cost_decides_by_count(budget, worth, advice, tiny_model, out, monkeypatch, capsys):
-    """The model has 1,024 positions."""
-    monkeypatch.setattr("search.model.run.WORTH", worth)
-    assert main(["search", *options(tiny_model, out, budget=budget)]) == 3
-    says = rf"not worth serving at 512 tokens: \d\.\d\dx fewer FLOPs .*; {advice}"
-    assert re.fullmatch(says, last_block(capsys)[0])
-    assert not list(out.parent.iterdir())
 
 
 def test_resumed_search_reuses_timings(tiny_model, out, clock, monkeypatch):

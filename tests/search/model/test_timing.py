@@ -1,0 +1,166 @@
+"""What a search times, and what its times decide."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+
+import artifacts
+from headwise.__main__ import main
+from profiling.speed.baselines import HEADWISE, KERNEL
+from profiling.speed.layer_times import ANCHOR, SDPA
+from search.model import search
+from search.model.speed import another_round
+from tests.search.model.conftest import (
+    LENGTH,
+    TIMED,
+    Clock,
+    content,
+    interrupted,
+    last_block,
+    ledger_of,
+    options,
+)
+
+
+@pytest.fixture(scope="module")
+def gated(tiny_model, found, tmp_path_factory):
+    """The resume file of a search by seconds that the gate has passed, and its clock."""
+    out = tmp_path_factory.mktemp("gated") / "cfg.yaml"
+    shutil.copytree(found.parents[1] / "jobs", ledger_of(out))
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        clock.install(patch)
+        patch.setattr(search, "time_attention", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            main(["search", *options(tiny_model, out, **TIMED)])
+    return ledger_of(out), clock
+
+
+@pytest.fixture
+def timed(tiny_model, gated, tmp_path):
+    """timed(*more): exit status of a search in which the timing of its result is left to do."""
+    out = tmp_path / "cfg.yaml"
+    shutil.copytree(gated[0], ledger_of(out))
+    return lambda *more: main(["search", *options(tiny_model, out, *more, **TIMED)])
+
+
+def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, clock, capsys):
+    """Dense attention takes ten times as long as patterns, and a full prefill twice as long."""
+    assert timed() == 0
+    out = tmp_path / "cfg.yaml"
+    artifact = artifacts.load(out)
+    assert artifact.search is not None and artifact.search.cost.unit == "seconds"
+    assert artifact.prefill.dense_below == LENGTH // 2
+    whole, *attention = artifact.evidence.measurements
+    assert whole.name == "seconds to the first token"
+    assert (whole.value, whole.baseline, whole.samples) == (1.0, 2.0, 6)
+    assert whole.baseline_name == "dense attention by Headwise's kernel"
+    assert [one.value for one in attention] == pytest.approx([3e-4] * 3)
+    by_baseline = {one.baseline_name: one for one in attention}
+    assert by_baseline["dense attention by sdpa"].baseline == pytest.approx(3e-3)
+    # Three budgets, and some of every kind, on each layer.
+    costs = gated[1].attention
+    kinds = {name.partition("(")[0] for name in costs[0][1]}
+    patterns = {"AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense"}
+    assert len(costs) == 3 and kinds == {"0", "1", "2", ANCHOR} | patterns
+    # Estimates of more queries are added to these times, so none of them uses more queries.
+    assert not any("last_q=256" in name for name in costs[0][1])
+    # The result, also on half the prompt.
+    assert [names for _, names, _ in clock.attention[:2]] == [["chosen", ANCHOR, SDPA]] * 2
+    assert [tokens for tokens, _, _ in clock.attention] == [LENGTH // 2, LENGTH] * 3
+    # One turn is not counted where each length is timed first.
+    warm_ups = [first for _, _, first in [*costs, *clock.attention]]
+    assert warm_ups == [True, False, False, True, True, *[False] * 4]
+    # Only against the fastest dense baseline, interleaved.
+    assert clock.prefills == [[KERNEL, HEADWISE]] * 6
+    block = last_block(capsys)
+    assert block[0].startswith(
+        "2.0 -> 1.0 s to the first token at 512 tokens (2.00x the fastest dense attention's, 2.00 "
+        "to 2.00 in 6 rounds); attention alone 10.00x; not proven: 0 right answers of 4 contexts; "
+    )
+    assert block[1].startswith("budget asked 0.7, spent 0.")
+    assert block[2].startswith(f"wrote {out}, ") and "headwise gate " in block[3]
+    verdict = artifacts.Verdict(proven=False, why="0 right answers of 4 contexts")
+    assert artifact.evidence.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("attention", "first_token", "verdict", "figure", "written"),
+    [
+        # Attention gains nothing, or too little; the full prefill is slower despite the gain.
+        (1.00, (2.0,), "not worth serving", "1.00x; ", False),
+        (1.04, (2.0,), "not worth serving", "1.04x; ", False),
+        (10, (0.98, 0.97, 0.99), "not worth serving", "0.97 to 0.99 in 6 rounds", False),
+        # If the rounds disagree, no median decides, above or below 1.
+        (10, (0.9, 1.2, 1.1), "not proven faster", "0.90 to 1.20 in 6 rounds", True),
+        (10, (0.9, 0.95, 1.02), "not proven faster", "0.90 to 1.02 in 6 rounds", True),
+    ],
+)
+def test_verdict_by_seconds_decides_on_the_file_and_the_exit_status(
+    attention, first_token, verdict, figure, written, found, timed, tmp_path, clock, capsys
+):
+    clock.sparse = clock.dense / attention
+    clock.first_token = first_token
+    out = tmp_path / "cfg.yaml"
+    artifact, arrays = artifacts.load_pair(found)
+    artifacts.save(artifact, out, arrays)
+    assert timed() == 3
+    block = last_block(capsys)
+    assert block[0].startswith(verdict) and figure in block[0]
+    assert ("--speed-only" in block[0]) == written
+    assert (content(out) != content(found)) == written
+    assert f"wrote {out}" in block[2] if written else "--keep" in block[-1]
+    # A prefill of which nothing would be sparse is not timed.
+    assert bool(clock.prefills) == (attention > 1)
+
+
+@pytest.mark.parametrize("first_token", [(0.9, 1.2), (0.98, 0.97, 0.99)])
+def test_keep_writes_and_exits_0_without_a_proven_gain(first_token, timed, tmp_path, clock, capsys):
+    clock.first_token = first_token
+    assert timed("--keep") == 0
+    assert last_block(capsys)[0].startswith("not ") and (tmp_path / "cfg.yaml").exists()
+
+
+def test_sdpa_slower_on_half_the_prompt_is_not_timed_on_all(timed, tmp_path, clock, capsys):
+    clock.sdpa = 2.0
+    assert timed() == 0
+    calls = [(tokens, SDPA in names) for tokens, names, _ in clock.attention]
+    assert calls[:2] == [(LENGTH // 2, True), (LENGTH, False)]
+    assert not any(sdpa for tokens, sdpa in calls if tokens == LENGTH)
+    _, *attention = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
+    by_baseline = {one.baseline_name: one for one in attention}
+    sdpa = by_baseline["dense attention by sdpa"]
+    assert (sdpa.length, sdpa.baseline) == (LENGTH // 2, pytest.approx(6e-3))
+    assert by_baseline["dense attention by Headwise's kernel"].length == LENGTH
+    assert "default attention (sdpa): 2.00 times as long" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("done", "seconds", "limit", "another"),
+    [
+        (0, 0.0, 0.0, True),
+        (2, 60.0, 1.0, True),
+        (3, 90.0, 100.0, False),
+        (3, 90.0, 120.0, True),
+        (5, 5.0, 100.0, True),
+        (6, 6.0, 100.0, False),
+    ],
+)
+def test_prefill_rounds_are_three_or_more_within_the_limit(done, seconds, limit, another):
+    assert another_round(done, seconds, limit) == another
+
+
+@pytest.mark.parametrize(
+    ("budget", "worth", "advice"),
+    [("0.99", 1.05, "try a smaller --budget"), (None, 99, "try --length 1024")],
+)
+def test_flops_cost_decides_by_count(budget, worth, advice, tiny_model, out, monkeypatch, capsys):
+    """The model has 1,024 positions."""
+    monkeypatch.setattr("search.model.run.WORTH", worth)
+    assert main(["search", *options(tiny_model, out, budget=budget)]) == 3
+    says = rf"not worth serving at 512 tokens: \d\.\d\dx fewer FLOPs .*; {advice}"
+    assert re.fullmatch(says, last_block(capsys)[0])
+    assert not list(out.parent.iterdir())
