@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import exp, nan
 from typing import Any
@@ -60,27 +61,17 @@ def by_task(sequences: Any, losses: Any) -> tuple[TaskFigures, ...]:
 @pytest.mark.parametrize(
     ("bad", "limit", "says"),
     [
-        (
-            task(kl=0.06),
-            "max_kl",
-            "kv: KL to dense attention is 0.06 nats a token, the limit (--max-kl) is 0.05",
-        ),
-        (
-            text(perplexity_ratio=1.08),
-            "max_perplexity",
-            "prose: perplexity rises by 8.00%, the limit (--max-perplexity) is 3.00%",
-        ),
+        (task(kl=0.06), "max_kl", r"kv: KL .* 0\.06 .* 0\.05"),
+        (text(perplexity_ratio=1.08), "max_perplexity", r"prose: perplexity .* 8\.00%.* 3\.00%"),
         (
             task(nll_rise=0.3, nll_rise_low=0.1, nll_rise_high=0.5),
             "max_nll",
-            "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the "
-            "limit (--max-nll) is 0.1",
+            r"kv: -log p .* 0\.300 .* \(0\.100 to 0\.500\).* 0\.1",
         ),
         (
             task(lost=6, won=1, fewer_low=0.04, fewer_high=0.31),
             "max_lost",
-            "kv: accuracy falls from 0.75 to 0.62 of 40 questions, "
-            "17% fewer right answers (4% to 31%), the limit (--max-lost) is 10%",
+            r"kv: accuracy .* 0\.75 to 0\.62 of 40 .* 17% .* \(4% to 31%\).* 10%",
         ),
     ],
     ids=["kl", "perplexity", "nll", "lost"],
@@ -89,7 +80,7 @@ def test_each_limit_fails_alone(bad, limit, says):
     good = [text(), task("other")]
     assert Limits().violation(good) is None
     fault = Limits().violation([*good, bad])
-    assert fault == says
+    assert re.fullmatch(says, fault) and f"--{limit.replace('_', '-')}" in fault
     # It is detected at any position; a mean over the tasks would hide it.
     assert Limits().violation([bad, *good]) == fault
     assert Limits(**{limit: None}).violation([*good, bad]) is None
@@ -101,10 +92,8 @@ def test_each_limit_fails_alone(bad, limit, says):
 def test_several_faults_report_the_worst():
     twice = task("twice", kl=0.1)
     thrice = task("thrice", lost=9, fewer_low=0.1)
-    assert (Limits().violation([twice, thrice]) or "").startswith(
-        "thrice: accuracy falls from 0.75 to 0.53"
-    )
-    assert (Limits().violation([thrice, task("four", kl=0.2)]) or "").startswith("four: KL")
+    assert Limits().violation([twice, thrice]).startswith("thrice: accuracy ")
+    assert Limits().violation([thrice, task("four", kl=0.2)]).startswith("four: KL ")
 
 
 RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
@@ -217,19 +206,16 @@ def test_answers_of_fewer_than_four_contexts_prove_nothing(contexts):
     (few,) = by_task([chain] * contexts, [gone] * contexts)
     (four,) = by_task([chain] * 4, [gone] * 4)
     assert few.lost == 2 * contexts and few.nll_rise == four.nll_rise == 1.5
-    assert Limits().violation([few]) is None and Limits().worst_ratio([few]) == pytest.approx(
-        0.01 / 0.05
-    )
-    assert (Limits().violation([four]) or "").startswith("chain: ") and Limits().worst_ratio(
-        [four]
-    ) > 9
+    limits = Limits()
+    assert limits.violation([few]) is None and limits.violation([four]).startswith("chain: ")
+    assert limits.worst_ratio([few]) == pytest.approx(0.2) and limits.worst_ratio([four]) > 9
     # KL is tested on any number of prompts.
     assert Limits(max_kl=0.005).violation([few]) is not None
     row = format_row(few)
-    assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in row
+    assert f"1.00, artifact 0.00 of {2 * contexts} questions" in row
     assert "nan" not in row and "None" not in row and "interval" not in row
     assert row.endswith(f"(not tested: answers take 4 contexts, got {contexts})")
-    assert "not tested" not in format_row(four) and "too few to see" in format_row(four)
+    assert "not tested" not in format_row(four)
 
 
 def facts(fewer: int, other_losses: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
@@ -253,15 +239,13 @@ def test_pooled_loss_of_one_in_five_is_detected():
     assert all(Limits().violation([task]) is None for task in kinds)
     assert (pool.task, pool.prompts, pool.answers) == (POOL, 4, 80)
     assert (pool.dense_right, pool.lost) == (80, 13)
-    assert (Limits().violation(tasks) or "").startswith(
-        "all answers: accuracy falls from 1.00 to 0.84 of 80 questions"
-    )
+    assert re.match(r"all answers: accuracy .* 1\.00 to 0\.84 of 80 ", Limits().violation(tasks))
     assert Limits().worst_ratio(tasks) == pytest.approx(13 / 80 / 0.1)
     assert Limits().violation(by_task(sequences[:3], results[:3])) is None
     assert Limits(max_lost=None).violation(tasks) is None
 
 
-def test_pool_counts_context_once_and_needs_several_kinds():
+def test_pool_and_mean_count_a_context_once():
     """Twice the answers of the same four contexts do not narrow the interval."""
     prompt, result = facts(2, 1, seed=1)
     other, same = facts(0, 0, seed=2)
@@ -270,15 +254,11 @@ def test_pool_counts_context_once_and_needs_several_kinds():
     # Two contexts are two units, however many answers they have and however often they come.
     assert (pool.task, pool.prompts, pool.fewer_low) == (POOL, 2, None)
     assert len(task_figures([each for each in contexts if each.task == "facts/asked"])) == 1
-    prose = context_losses([sequence("prose", ())], [losses((), [], [], [], 0.1)])
+    prose = context_losses([sequence("prose", ())], [losses((), [], [], [], 0.05)])
     assert len(task_figures(prose)) == 1
-
-
-def test_mean_kl_counts_a_prompt_set_once():
-    prompt, result = facts(0, 0)
-    window = sequence("prose", ())
-    contexts = context_losses([prompt, window], [result, losses((), [], [], [], 0.05)])
-    assert len(contexts) == 4 and mean_kl(contexts) == pytest.approx((0.01 + 0.05) / 2)
+    # The three kinds of answers of one prompt are one set in the mean.
+    one = context_losses([prompt], [result])
+    assert len(one) == 3 and mean_kl([*one, *prose]) == pytest.approx((0.01 + 0.05) / 2)
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,6 @@ def test_selection_by_recorded_price_stays_within_budget(seed):
         assert cost_of(below, costs) > cost_of(by_price, costs)
 
 
-def test_price_with_unlimited_budget_is_none():
-    losses = np.array([[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]])
-    assert spend(losses, (1, 2, 3), 6.0)[1] == 0.0
-    # The first step that does not fit, whatever fitted before.
-    assert spend(losses, (1, 2, 3), 2.0)[1] == pytest.approx(4.0)
-    assert spend(losses, (1, 2, 3), 4.0)[1] == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_hull_includes_collinear_entries(seed):
     """The hull consists of exactly the entries on a straight line, up to rounding."""
@@ -85,28 +77,39 @@ def test_hull_includes_collinear_entries(seed):
     assert entries == [5] and price == pytest.approx(slope(costs, losses, 0, 6), rel=1e-6)
 
 
-def test_parts_may_have_different_unsorted_costs():
-    losses = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
-    costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
-    assert spend(losses, costs, 4.0)[0] == [2, 0]
-    assert spend(losses, costs, 12.0)[0] == [2, 2]
-    # Not even a step that is a little too dear.
-    assert spend(losses[:1], costs[:1], 1.95)[0] == [0]
-    assert spend(np.array([[0.0, 4.0, 8.0]]), np.array([[3.0, 2.0, 1.0]]), 2.5)[0] == [1]
-    says = r"a total of 1\.9 is too small for 2 parts: the least is 2"
-    with pytest.raises(HeadwiseError, match=says):
-        spend(losses, costs, 1.9)
+INF = np.inf
+TWO = [[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]]
+EVEN = [[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]]
+UNEVEN = [[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]]
 
 
-def test_entry_with_infinite_loss_is_not_selected():
-    losses = np.array([[np.inf, 4.0, 1.0], [5.0, np.inf, 0.0]])
-    assert spend(losses, (1, 2, 3), 3.0)[0] == [1, 0]
-    assert spend(losses, (1, 2, 3), 6.0)[0] == [2, 2]
+@pytest.mark.parametrize(
+    ("losses", "costs", "total", "entries", "price"),
+    [
+        # The price is that of the first step that does not fit, whatever fitted before.
+        (TWO, (1, 2, 3), 6.0, [2, 2], 0.0),
+        (TWO, (1, 2, 3), 2.0, [0, 0], 4.0),
+        (TWO, (1, 2, 3), 4.0, [1, 1], 1.0),
+        # Costs that differ between parts, also unsorted; not even a step that is a little too dear.
+        (EVEN, UNEVEN, 4.0, [2, 0], 1.0),
+        (EVEN, UNEVEN, 12.0, [2, 2], 0.0),
+        (EVEN[:1], UNEVEN[:1], 1.95, [0], 4.0),
+        ([[0.0, 4.0, 8.0]], [[3.0, 2.0, 1.0]], 2.5, [1], 4.0),
+        # An infinite loss is never taken; of equal entries the last is.
+        ([[INF, 4.0, 1.0], [5.0, INF, 0.0]], (1, 2, 3), 3.0, [1, 0], 3.0),
+        ([[INF, 4.0, 1.0], [5.0, INF, 0.0]], (1, 2, 3), 6.0, [2, 2], 0.0),
+        ([[5.0, 0.0, 0.0]], (1, 2, 2), 2.0, [2], 0.0),
+        ([[5.0, 0.0, 0.0]], (1, 2, 3), 3.0, [1], 0.0),
+    ],
+)
+def test_spend_takes_the_steepest_steps_that_fit(losses, costs, total, entries, price):
+    taken, at = spend(np.array(losses), np.array(costs), total)
+    assert taken == entries and at == pytest.approx(price)
 
 
-def test_identical_entries_select_the_last():
-    assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0)[0] == [2]
-    assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0)[0] == [1]
+def test_spend_of_less_than_the_least_names_both():
+    with pytest.raises(HeadwiseError, match=r"1\.9 .* least is 2"):
+        spend(np.array(EVEN), np.array(UNEVEN), 1.9)
 
 
 def combinations(heads: CostCurves, values: np.ndarray) -> list[tuple[float, float, np.ndarray]]:

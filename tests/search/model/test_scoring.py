@@ -23,7 +23,7 @@ from search.model.scoring import Scores, score_layer
 from tests.runtime.tiny import look_at_themselves, tiny_model
 from tests.sampling import sampled as sampled_cases
 
-TAILS = (0, 64, 100)
+TAILS = (0, 100)
 CANDIDATES = (
     make("a_shape", sink=64, window=20),
     make("vertical_slash", vertical=70, slash=70, last_q=64),
