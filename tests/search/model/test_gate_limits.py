@@ -63,24 +63,24 @@ def by_task(sequences: Any, losses: Any) -> tuple[TaskFigures, ...]:
         (
             task(kl=0.06),
             "max_kl",
-            "kv: KL to dense attention is 0.06 nats a token, the limit (--max-kl) is 0.05",
+            "kv: KL to dense attention is 0.06 nats a token, the limit is 0.05 (--max-kl)",
         ),
         (
             text(perplexity_ratio=1.08),
             "max_perplexity",
-            "prose: perplexity rises by 8.00%, the limit (--max-perplexity) is 3.00%",
+            "prose: perplexity rises by 8.00%, the limit is 3.00% (--max-perplexity)",
         ),
         (
             task(nll_rise=0.3, nll_rise_low=0.1, nll_rise_high=0.5),
             "max_nll",
             "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the "
-            "limit (--max-nll) is 0.1",
+            "limit is 0.1 (--max-nll)",
         ),
         (
             task(lost=6, won=1, fewer_low=0.04, fewer_high=0.31),
             "max_lost",
-            "kv: accuracy falls from 0.75 to 0.62 of 40 questions, "
-            "17% fewer right answers (4% to 31%), the limit (--max-lost) is 10%",
+            "kv: of 30 correct answers 6 are lost, and 1 others are won: 17% fewer (4% to 31%), "
+            "the limit is 10% (--max-lost)",
         ),
     ],
     ids=["kl", "perplexity", "nll", "lost"],
@@ -102,7 +102,7 @@ def test_several_faults_report_the_worst():
     twice = task("twice", kl=0.1)
     thrice = task("thrice", lost=9, fewer_low=0.1)
     assert (Limits().violation([twice, thrice]) or "").startswith(
-        "thrice: accuracy falls from 0.75 to 0.53"
+        "thrice: of 30 correct answers 9 are lost"
     )
     assert (Limits().violation([thrice, task("four", kl=0.2)]) or "").startswith("four: KL")
 
@@ -226,7 +226,8 @@ def test_answers_of_fewer_than_four_contexts_prove_nothing(contexts):
     # KL is tested on any number of prompts.
     assert Limits(max_kl=0.005).violation([few]) is not None
     row = format_row(few)
-    assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in row
+    lost = 2 * contexts
+    assert f"correct of {lost}: dense {lost}, artifact 0 ({lost} lost, 0 won)" in row
     assert "nan" not in row and "None" not in row and "interval" not in row
     assert row.endswith(f"(not tested: answers take 4 contexts, got {contexts})")
     assert "not tested" not in format_row(four) and "too few to see" in format_row(four)
@@ -254,7 +255,7 @@ def test_pooled_loss_of_one_in_five_is_detected():
     assert (pool.task, pool.prompts, pool.answers) == (POOL, 4, 80)
     assert (pool.dense_right, pool.lost) == (80, 13)
     assert (Limits().violation(tasks) or "").startswith(
-        "all answers: accuracy falls from 1.00 to 0.84 of 80 questions"
+        "all answers: of 80 correct answers 13 are lost"
     )
     assert Limits().worst_ratio(tasks) == pytest.approx(13 / 80 / 0.1)
     assert Limits().violation(by_task(sequences[:3], results[:3])) is None
@@ -311,11 +312,9 @@ def test_pooled_answers_may_suffice_but_three_contexts_never_do():
 def test_passing_result_reports_text_and_answers():
     # Text alone asks for no answers.
     assert verdict([text()]).proven
-    assert summary([text(), text("other", perplexity_ratio=1.02)]) == (
-        "text holds (perplexity +2.00%)"
-    )
+    assert summary([text(), text("other", perplexity_ratio=1.02)]) == "perplexity +2.00%"
     answers = task(dense_right=80, fewer_low=0.01, fewer_high=0.1)
-    assert summary([answers, text()]) == "answers hold (95% interval -10% to -1%)"
+    assert summary([answers, text()]) == "correct answers -1% (95% interval -10% to -1%)"
 
 
 def contexts_of(task: str, right: int, count: int) -> list[ContextLoss]:

@@ -150,7 +150,7 @@ def test_report_shows_result_and_next_command(found, tiny_model):
     assert "held-out prompts against dense attention:" in report
     passkey, prose = artifacts.load(found).evidence.tasks
     assert f"passkey {'':18} KL {passkey.kl:.4f}" in report
-    assert f"accuracy dense 0.00, artifact 0.00 of {passkey.answers} questions" in report
+    assert f"correct of {passkey.answers}: dense 0, artifact 0 (0 lost, 0 won)" in report
     assert f"perplexity {prose.perplexity_ratio - 1:+.2%}" in report
     assert report.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
 
@@ -252,6 +252,8 @@ def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
     assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
     assert (reported_on.sha256 == before.sha256) == (sets == 1)
     output = capsys.readouterr().out
+    fault = "  raised because the first allocation failed the gate: prose: too much is lost\n"
+    assert fault in output
     if sets == 1:
         assert chosen_on.name == reported_on.name == "by which the budget was raised"
         assert artifact.prefill.front.measured_on == "calibration"
@@ -350,12 +352,15 @@ def test_seconds_cost_times_candidates_and_the_result(tiny_model, out, clock, ca
     # Only against the fastest dense baseline, interleaved.
     assert clock.prefills == [[KERNEL, HEADWISE]] * 6
     block = last_block(capsys)
-    assert block[0].startswith(
-        "2.0 -> 1.0 s to the first token at 512 tokens (2.00x the fastest dense attention's, 2.00 "
-        "to 2.00 in 6 rounds); attention alone 10.00x; not proven: 0 right answers of 4 contexts; "
-    )
-    assert block[1].startswith("budget asked 0.7, spent 0.")
-    assert block[2].startswith(f"wrote {out}, ") and "headwise gate " in block[3]
+    assert block[:3] == [
+        "result: faster",
+        "  time to first token at 512 tokens: 2.00 s by the fastest dense attention, 1.00 s with "
+        "the artifact, speedup 2.00x (2.00x to 2.00x in 6 rounds)",
+        "  attention alone at 512 tokens: speedup 10.00x",
+    ]
+    assert block[3].startswith("  not proven: 0 right answers of 4 contexts; ")
+    assert block[4].startswith("budget asked 0.7, spent 0.")
+    assert block[5].startswith(f"wrote {out}, ") and "headwise gate " in block[6]
     verdict = artifacts.Verdict(proven=False, why="0 right answers of 4 contexts")
     assert artifact.evidence.verdict == verdict
 
@@ -363,11 +368,11 @@ def test_seconds_cost_times_candidates_and_the_result(tiny_model, out, clock, ca
 @pytest.mark.parametrize(
     ("attention", "first_token", "says"),
     [
-        (1.04, (2.0,), "1.04x; "),
+        (1.04, (2.0,), "attention alone at 512 tokens: speedup 1.04x"),
         (
             10,
             (0.98, 0.97, 0.99),
-            "0.98x to the first token (0.97 to 0.99 in 6 rounds), attention alone 10.00x; ",
+            "with the artifact, speedup 0.98x (0.97x to 0.99x in 6 rounds)",
         ),
     ],
 )
@@ -382,9 +387,10 @@ def test_search_without_speedup_writes_only_on_request(
         0 if keep else 3
     )
     block = last_block(capsys)
-    assert block[0].startswith(f"not worth serving at 512 tokens: {says}") and clock.prefills
+    assert block[0].startswith("result: too slow to serve; ") and clock.prefills
+    assert any(line.endswith(says) for line in block[1:3])
     if keep:
-        assert block[2].startswith(f"wrote {out}, ") and artifacts.load(out).search is not None
+        assert block[4].startswith(f"wrote {out}, ") and artifacts.load(out).search is not None
     else:
         assert "--keep" in block[-1] and not list(out.parent.iterdir())
 
@@ -397,17 +403,17 @@ def test_search_with_gain_within_noise_is_written_and_exits_3(
     clock.first_token = first_token
     assert main(["search", *options(tiny_model, out, **TIMED)]) == 3
     block = last_block(capsys)
-    assert block[0].startswith("not proven faster: ")
-    interval = f"{min(first_token):.2f} to {max(first_token):.2f} in 6 rounds"
+    assert block[0].startswith("result: not reliably faster; ")
+    interval = f"{min(first_token):.2f}x to {max(first_token):.2f}x in 6 rounds"
     again = f"headwise evaluate {out} --model {tiny_model} --speed-only"
-    assert interval in block[0] and again in block[0]
-    assert artifacts.load(out).search is not None and block[2].startswith(f"wrote {out}, ")
+    assert interval in block[1] and again in block[0]
+    assert artifacts.load(out).search is not None and block[5].startswith(f"wrote {out}, ")
 
 
 def test_search_with_gain_within_noise_exits_0_with_keep(tiny_model, out, clock, capsys):
     clock.first_token = (0.9, 1.2)
     assert main(["search", *options(tiny_model, out, "--keep", **TIMED)]) == 0
-    assert last_block(capsys)[0].startswith("not proven faster: ")
+    assert last_block(capsys)[0].startswith("result: not reliably faster; ")
 
 
 def test_sdpa_slower_on_half_the_prompt_is_not_timed_on_all(tiny_model, out, clock, capsys):
@@ -449,8 +455,9 @@ def test_search_without_gain_suggests_longer_prompt_and_leaves_old_file(
     assert main(["search", *options(tiny_model, out, **TIMED | {"budget": None})]) == 3
     block = last_block(capsys)
     # The model has 1,024 positions.
-    assert block[0] == "not worth serving at 512 tokens: 1.00x; try --length 1024"
-    assert block[1].startswith("budget asked 0.25, spent ")
+    assert block[0] == "result: too slow to serve; try --length 1024"
+    assert block[1] == "  attention alone at 512 tokens: speedup 1.00x"
+    assert block[2].startswith("budget asked 0.25, spent ")
     # A prefill of which nothing would be sparse is not timed.
     assert not clock.prefills
     assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
@@ -458,11 +465,13 @@ def test_search_without_gain_suggests_longer_prompt_and_leaves_old_file(
 
 def test_flops_cost_decides_by_count(tiny_model, out, capsys):
     assert main(["search", *options(tiny_model, out, budget="0.99")]) == 3
+    result, gain, *_ = last_block(capsys)
+    assert result == "result: too many FLOPs to serve; try a smaller --budget"
     says = (
-        r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not "
-        r"timed; try a smaller --budget"
+        r"  FLOPs of attention at 512 tokens: \d\.\d\d of dense attention's \(1\.0\dx fewer\), "
+        r"counted and not timed"
     )
-    assert re.fullmatch(says, last_block(capsys)[0])
+    assert re.fullmatch(says, gain)
     assert not list(out.parent.iterdir())
 
 
