@@ -47,11 +47,15 @@ ROWS = (
     ("1B shape, 2 layers only", "EPYC Zen 3 (float32)", "llama_1b_shape_prefill", "2_layers_32768"),
 )
 CAPTION = """\
-Seconds to the first token, on two CPU cores, in bfloat16 unless a dtype is named. Empty cells were
-not measured. The speedup is the median ratio of rounds where those were recorded, so it can differ
-from the ratio of two cells. SmolLM2 at 32,768 tokens is speed only: one prompt, beyond its 8,192
-positions. The 1B shape is Llama 3.2 1B's, with random weights. A processor links to its record; of
-Granite Rapids and of SmolLM2 on Zen 3 only printed figures were kept.
+Time to first token in seconds, on two CPU cores, in bfloat16 unless a row names float32. An empty
+cell was not measured.
+
+- *sdpa* is PyTorch's dense attention. *dense, our kernel* is Headwise's. *XAttention* is sparse.
+- The speedup is the median of several rounds, where rounds were recorded. In a round, every method
+  computes the prompt once. The speedup can therefore differ from the ratio of two cells.
+- SmolLM2 supports 8,192 tokens. At 32,768 tokens only its speed was measured.
+- The 1B shape is Llama 3.2 1B with random weights and patterns set by hand, to measure speed only.
+- The name of each processor links to its measurements.
 """
 BEGIN = "<!-- first-token table -->"
 END = "<!-- end of first-token table -->"

@@ -39,7 +39,7 @@ def search(
 
     Returns:
         The run, with its artifact, losses and speed; `written` is False where serving it gains too
-        little, and `is_proven_faster` where noise hides whether it is faster. None in ranks of
+        little, and `is_reliably_faster` where noise hides whether it is faster. None in ranks of
         torchrun after the first.
 
     Raises:

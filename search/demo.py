@@ -72,7 +72,7 @@ def demonstrate(config: ModelSearch, loaded: LoadedModel) -> bool:
     """Search, apply and compare; everything lands in the folder of `config.out`.
 
     Returns:
-        Whether the artifact is proven faster, or was to be kept whatever its speed.
+        Whether the artifact is reliably faster, or was to be kept whatever its speed.
 
     Raises:
         HeadwiseError: bad input, or no allocation passes the gate.
@@ -85,7 +85,7 @@ def demonstrate(config: ModelSearch, loaded: LoadedModel) -> bool:
         print(report(config, search))
         if search.written:
             print("\n".join(["", *_summary(loaded, config, search)]))
-    return search.is_proven_faster or config.keep
+    return search.is_reliably_faster or config.keep
 
 
 def _summary(loaded: LoadedModel, config: ModelSearch, search: SearchRun) -> list[str]:
@@ -185,7 +185,7 @@ def _command(config: ModelSearch) -> str:
 
 
 def run(config: Config) -> int:
-    """Run the demo: 3 where the artifact is not proven faster."""
+    """Run the demo: 3 where the artifact is not reliably faster."""
     search = settled(
         ModelSearch(model=config.model, out=config.out / "cfg.yaml", length=config.length)
     )

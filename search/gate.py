@@ -257,7 +257,7 @@ def report(config: Config, result: GateResult) -> str:
     if result.passes:
         lines.append(f"wrote {config.out}, for {config.model}")
     elif result.fault is None:
-        lines.append("nothing was written: it is not proven")
+        lines.append("nothing was written, since it is not proven")
     else:
         lines.append(f"nothing was written: search again, headwise search --model {config.model}")
     if result.left_out:

@@ -1,8 +1,8 @@
 """headwise search: find a sparse pattern for every attention head and write the artifact.
 
 One budget, in seconds of this machine, is spent over all heads; held-out prompts check the result.
-Exit status 3: attention is less than 1.05 times as fast as the fastest dense attention, or the
-first token is slower (no file without --keep), or noise hides which is faster.
+Exit status 3: the gate fails (no file), the artifact is too slow to serve (no file without
+--keep), or it is not reliably faster (the file is written).
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """
@@ -20,7 +20,7 @@ from search.paper_config import PaperSearch
 
 
 def run(config: Config) -> int:
-    """Search: 0, or 3 where the artifact is too slow to serve or not proven faster.
+    """Search: 0, or 3 where the artifact is too slow to serve or not reliably faster.
 
     Raises:
         HeadwiseError: a mistake of the user, or no allocation passes the gate.
@@ -35,7 +35,7 @@ def run(config: Config) -> int:
     if record is None:
         return 0
     print(report(config, record))
-    if record.is_proven_faster or config.keep:
+    if record.is_reliably_faster or config.keep:
         return 0
     return FOUND
 

@@ -60,10 +60,8 @@ def fastest_dense(
 def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
     """The faster of "kernel" and "sdpa" for causal attention to every key of such calls.
 
-    On a CPU the kernel. With AMX, in bfloat16, at 512 to 8,192 tokens it was 1.16 to 1.49 times as
-    fast as sdpa at head dim 64, 1.06 to 1.24 times at 128, 0.93 to 1.15 times at 256; without AMX 2
-    to 4 times. On a GPU sdpa, until a device has shown otherwise. Below MIN_KEYS_DENSE keys, and
-    where no fast kernel serves, it is sdpa.
+    On a CPU the kernel, on a GPU sdpa (docs/served.md has the measurements). Below MIN_KEYS_DENSE
+    keys, and where no fast kernel serves, it is sdpa.
     """
     if q.device.type != "cpu" or k.shape[2] < MIN_KEYS_DENSE:
         return "sdpa"

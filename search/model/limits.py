@@ -77,31 +77,30 @@ class Limits(CommandConfig):
         losses = []
         if self.max_kl is not None:
             text = (
-                f"KL to dense attention is {task.kl:.4g} nats a token, the limit (--max-kl) is "
-                f"{self.max_kl:g}"
+                f"KL to dense attention is {task.kl:.4g} nats a token, the limit is "
+                f"{self.max_kl:g} (--max-kl)"
             )
             losses.append((task.kl / self.max_kl, True, text))
         if self.max_perplexity is not None and task.perplexity_ratio is not None:
             rise = task.perplexity_ratio - 1
             text = (
-                f"perplexity rises by {rise:.2%}, the limit (--max-perplexity) is "
-                f"{self.max_perplexity:.2%}"
+                f"perplexity rises by {rise:.2%}, the limit is {self.max_perplexity:.2%} "
+                "(--max-perplexity)"
             )
             losses.append((rise / self.max_perplexity, True, text))
         if self.max_nll is not None and task.nll_rise is not None and task.nll_rise_low is not None:
             text = (
                 f"-log p of the right answer rises by {task.nll_rise:.3f} nats a token "
-                f"({task.nll_rise_low:.3f} to {task.nll_rise_high:.3f}), the limit (--max-nll) is "
-                f"{self.max_nll:g}"
+                f"({task.nll_rise_low:.3f} to {task.nll_rise_high:.3f}), the limit is "
+                f"{self.max_nll:g} (--max-nll)"
             )
             losses.append((task.nll_rise / self.max_nll, not task.nll_rise_low <= 0, text))
         # Near a tie answers turn both ways, so answers won offset answers lost.
         if self.max_lost is not None and task.fewer_low is not None and task.net_lost > 1:
             text = (
-                f"accuracy falls from {task.dense_accuracy:.2f} to {task.accuracy:.2f} of "
-                f"{task.answers} questions, {task.fewer:.0%} fewer right answers "
-                f"({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit (--max-lost) is "
-                f"{self.max_lost:.0%}"
+                f"of {task.dense_right} correct answers {task.lost} are lost, and {task.won} "
+                f"others are won: {task.fewer:.0%} fewer ({task.fewer_low:.0%} to "
+                f"{task.fewer_high:.0%}), the limit is {self.max_lost:.0%} (--max-lost)"
             )
             losses.append((task.fewer / self.max_lost, task.fewer_low > 0, text))
         return losses

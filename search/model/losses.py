@@ -201,9 +201,10 @@ def format_row(task: TaskFigures) -> str:
         text += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
     if not task.answers:
         return text
+    dense = task.dense_right or 0
     text += (
-        f"  accuracy dense {task.dense_accuracy:.2f}, artifact {task.accuracy:.2f} of "
-        f"{task.answers} questions"
+        f"  correct of {task.answers}: dense {dense}, artifact {dense - task.net_lost} "
+        f"({task.lost} lost, {task.won} won)"
     )
     interval = _interval(task)
     if interval is not None:
@@ -254,8 +255,9 @@ def summary(tasks: Sequence[TaskFigures]) -> str:
     answered = [task for task in tasks if task.answers]
     if not answered:
         worst = max(task.perplexity_ratio or 1.0 for task in tasks)
-        return f"text holds (perplexity {worst - 1:+.2%})"
-    return f"answers hold ({_interval(_most_right(answered))})"
+        return f"perplexity {worst - 1:+.2%}"
+    most = _most_right(answered)
+    return f"correct answers {0 - most.fewer:+.0%} ({_interval(most)})"
 
 
 def _most_right(answered: Sequence[TaskFigures]) -> TaskFigures:

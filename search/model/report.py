@@ -40,7 +40,7 @@ def report(config: ModelSearch, run: SearchRun) -> str:
         lines.append(
             f"{len(front.points)} points to choose from when it is loaded: {front.offers()}"
         )
-    lines += ["", headline(config, run), _budget(run)]
+    lines += ["", *result(config, run), *_budget(run)]
     if run.written:
         lines += [_wrote(artifact, config.out), _next(config.out, config.model)]
     else:
@@ -54,64 +54,56 @@ def report_paper(config: PaperSearch, run: SearchRun) -> str:
     search = artifact.search
     assert search is not None, "a search has just written it"
     proof = (
-        "not proven: nothing was run on held-out prompts, and nothing was timed; headwise gate and "
-        "evaluate do that"
+        "result: not checked; headwise gate runs held-out prompts, headwise evaluate measures the "
+        "speed"
     )
     lines = [*_patterns(artifact), "", proof, search.spending]
     return "\n".join([*lines, _wrote(artifact, config.out), _next(config.out, config.model)])
 
 
-def headline(config: ModelSearch, run: SearchRun) -> str:
-    """The verdict in one line: seconds to the first token, attention alone, answers."""
+def result(config: ModelSearch, run: SearchRun) -> list[str]:
+    """The result: its name, then a line each for the time to first token, attention, answers."""
     if not run.is_worth_serving:
-        return (
-            f"not worth serving at {run.length:,} tokens: {_too_little(run)}; "
-            f"{_advice(config, run)}"
-        )
-    gain = _gain(run)
-    if not run.is_proven_faster:
-        gain = (
-            f"not proven faster: {gain}; on a quiet machine headwise evaluate {config.out} --model "
-            f"{config.model} --speed-only times it again"
-        )
+        return [f"result: {_too_slow(run)}; {_advice(config, run)}", *_gain(run)]
+    if not run.attention:
+        lines = ["result: fewer FLOPs", *_gain(run)]
+    elif run.is_reliably_faster:
+        lines = ["result: faster", *_gain(run)]
+    else:
+        lines = [
+            "result: not reliably faster; on a quiet machine time it again: headwise evaluate "
+            f"{config.out} --model {config.model} --speed-only",
+            *_gain(run),
+        ]
     proof = verdict(run.tasks)
     if proof.proven:
-        return f"{gain}; {summary(run.tasks)}"
-    return f"{gain}; not proven: {proof.why}; {advice(run.tasks, config.samples)}"
+        return [*lines, f"  {summary(run.tasks)}"]
+    return [*lines, f"  not proven: {proof.why}; {advice(run.tasks, config.samples)}"]
 
 
-def _gain(run: SearchRun) -> str:
-    """The gain of an artifact that gains enough."""
+def _too_slow(run: SearchRun) -> str:
+    """The name of the result of an artifact that gains too little."""
     if not run.attention:
-        return (
-            f"{1 / run.gain:.2f} of dense attention's FLOPs at {run.length:,} tokens "
-            f"({run.gain:.2f}x fewer), counted and not timed"
-        )
-    if run.first_token is None:
-        return (
-            f"attention alone {run.gain:.2f}x the fastest dense attention's speed at "
-            f"{run.length:,} tokens"
-        )
-    dense, ours = first_token_seconds(run.prefills)
-    return (
-        f"{_of(dense)} -> {_of(ours)} s to the first token at {run.length:,} tokens "
-        f"({dense / ours:.2f}x the fastest dense attention's, {interval(run.first_token)}); "
-        f"attention alone {run.gain:.2f}x"
-    )
+        return "too many FLOPs to serve"
+    return "too slow to serve"
 
 
-def _too_little(run: SearchRun) -> str:
-    """The gain of an artifact that gains too little."""
+def _gain(run: SearchRun) -> list[str]:
+    """The gain over the fastest dense attention: of the first token, then of attention alone."""
     if not run.attention:
-        return f"{run.gain:.2f}x fewer FLOPs of attention, counted and not timed"
+        return [
+            f"  FLOPs of attention at {run.length:,} tokens: {1 / run.gain:.2f} of dense "
+            f"attention's ({run.gain:.2f}x fewer), counted and not timed"
+        ]
+    lines = []
     if run.first_token is not None:
         dense, ours = first_token_seconds(run.prefills)
-        if dense < ours:
-            return (
-                f"{dense / ours:.2f}x to the first token ({interval(run.first_token)}), attention "
-                f"alone {run.gain:.2f}x"
-            )
-    return f"{run.gain:.2f}x"
+        lines.append(
+            f"  time to first token at {run.length:,} tokens: {_of(dense)} s by the fastest dense "
+            f"attention, {_of(ours)} s with the artifact, speedup {dense / ours:.2f}x "
+            f"({interval(run.first_token)})"
+        )
+    return [*lines, f"  attention alone at {run.length:,} tokens: speedup {run.gain:.2f}x"]
 
 
 def first_token_seconds(prefills: Mapping[str, Sequence[float]]) -> tuple[float, float]:
@@ -122,26 +114,29 @@ def first_token_seconds(prefills: Mapping[str, Sequence[float]]) -> tuple[float,
 def interval(speedup: Speedup) -> str:
     """The interval of the speed-up of whole prefills, and the number of rounds."""
     low, high = speedup.bounds[speedup.fastest]
-    return f"{low:.2f} to {high:.2f} in {speedup.rounds} rounds"
+    return f"{low:.2f}x to {high:.2f}x in {speedup.rounds} rounds"
 
 
 def _advice(config: ModelSearch, run: SearchRun) -> str:
     """Advice for a gain: a smaller budget or a longer prompt."""
     positions = run.model.max_positions
-    if config.budget is not None and run.raise_reason is None:
+    if config.budget is not None and run.gate_fault is None:
         return "try a smaller --budget"
     if run.length < positions:
         return f"try --length {min(_LONGER * run.length, positions)}"
     return "the model takes no longer prompts"
 
 
-def _budget(run: SearchRun) -> str:
-    """The budget asked for and spent, with the reason where it was raised."""
+def _budget(run: SearchRun) -> list[str]:
+    """The budget asked for and spent, then each reason why it was raised."""
     search = run.artifact.search
     assert search is not None, "a search has just made it"
-    if run.raise_reason is None:
-        return search.spending
-    return f"{search.spending}: {run.raise_reason}"
+    lines = [search.spending]
+    if run.budget_reason is not None:
+        lines.append(f"  raised because {run.budget_reason}")
+    if run.gate_fault is not None:
+        lines.append(f"  raised because the first allocation failed the gate: {run.gate_fault}")
+    return lines
 
 
 def _patterns(artifact: Artifact) -> list[str]:
@@ -227,7 +222,7 @@ def _next(out: Path, model: str) -> str:
 
 
 def _of(seconds: float) -> str:
-    """Seconds in two digits or three."""
+    """Seconds with two decimals, short ones with three."""
     if seconds >= 1:
-        return f"{seconds:.1f}"
+        return f"{seconds:.2f}"
     return f"{seconds:.3f}"

@@ -121,11 +121,6 @@ class SearchRun:
         return round(self.heads.share(self.allocation.cost), 4)
 
     @property
-    def raise_reason(self) -> str | None:
-        """The reason why more was spent than was asked for; None where it was not."""
-        return "; ".join(filter(None, (self.budget_reason, self.gate_fault))) or None
-
-    @property
     def longest(self) -> Timings:
         """Seconds of attention over the whole prompt."""
         return self.attention[max(self.attention)]
@@ -153,8 +148,8 @@ class SearchRun:
         return self.gain >= WORTH and high >= 1
 
     @property
-    def is_proven_faster(self) -> bool:
-        """True if it gains enough, and whole prefills are faster beyond noise."""
+    def is_reliably_faster(self) -> bool:
+        """True if it gains enough, and whole prefills are faster in every round."""
         if self.first_token is None:
             return self.is_worth_serving
         low, _ = self.first_token.bounds[self.first_token.fastest]

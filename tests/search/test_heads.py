@@ -223,7 +223,7 @@ def test_demo_reports_search_seconds():
     rounds = {KERNEL: [2.0, 2.2, 2.4], HEADWISE: [1.0, 1.0, 1.0]}
     assert demo._first_token(rounds, 4096) == (
         "first token of a prompt of 4,096 tokens: 2.20 s dense (dense by Headwise's kernel), 1.00 "
-        "s with Headwise, 2.20 times as fast (2.00 to 2.40 in 3 rounds)"
+        "s with Headwise, 2.20 times as fast (2.00x to 2.40x in 3 rounds)"
     )
 
 
@@ -267,7 +267,7 @@ def test_demo_selects_length_that_takes_minutes(
     )
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", positions)
     assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 0
-    # A search that is not proven faster is a finding.
+    # A search that is not reliably faster is a finding.
     assert main(["demo", *words.split(), "--out", str(tmp_path)]) == 3
     model = "other" if "other" in words else "smollm2"
     budget_option = "" if budget is None else f" --budget {budget}"

@@ -75,7 +75,7 @@ def test_report_shows_result_and_next_command(found, tiny_model):
     assert "held-out prompts against dense attention:" in report
     passkey, prose = artifacts.load(found).evidence.tasks
     assert f"passkey {'':18} KL {passkey.kl:.4f}" in report
-    assert f"accuracy dense 0.00, artifact 0.00 of {passkey.answers} questions" in report
+    assert f"correct of {passkey.answers}: dense 0, artifact 0 (0 lost, 0 won)" in report
     assert f"perplexity {prose.perplexity_ratio - 1:+.2%}" in report
     assert report.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
 
@@ -205,6 +205,7 @@ def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
     assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
     assert (reported_on.sha256 == before.sha256) == (sets == 1)
     output = capsys.readouterr().out
+    assert "  raised because the first allocation failed the gate: prose: " in output
     if sets == 1:
         assert chosen_on.name == reported_on.name == "by which the budget was raised"
         assert artifact.prefill.front.measured_on == "calibration"

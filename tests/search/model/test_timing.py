@@ -77,12 +77,12 @@ def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, cl
     # Only against the fastest dense baseline, interleaved.
     assert clock.prefills == [[KERNEL, HEADWISE]] * 6
     block = last_block(capsys)
-    assert block[0].startswith(
-        "2.0 -> 1.0 s to the first token at 512 tokens (2.00x the fastest dense attention's, 2.00 "
-        "to 2.00 in 6 rounds); attention alone 10.00x; not proven: 0 right answers of 4 contexts; "
-    )
-    assert block[1].startswith("budget asked 0.7, spent 0.")
-    assert block[2].startswith(f"wrote {out}, ") and "headwise gate " in block[3]
+    assert block[0] == "result: faster"
+    assert re.fullmatch(r"  time .* 512 .* 2\.00 s .* 1\.00 s .* 2\.00x \(2\.00x .*", block[1])
+    assert re.fullmatch(r"  attention alone .* 512 .* 10\.00x", block[2])
+    assert block[3].startswith("  not proven: 0 right answers of 4 contexts; ")
+    assert block[4].startswith("budget asked 0.7, spent 0.")
+    assert block[5].startswith(f"wrote {out}, ") and "headwise gate " in block[6]
     verdict = artifacts.Verdict(proven=False, why="0 right answers of 4 contexts")
     assert artifact.evidence.verdict == verdict
 
@@ -91,12 +91,12 @@ def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, cl
     ("attention", "first_token", "verdict", "figure", "written"),
     [
         # Attention gains nothing, or too little; the full prefill is slower despite the gain.
-        (1.00, (2.0,), "not worth serving", "1.00x; ", False),
-        (1.04, (2.0,), "not worth serving", "1.04x; ", False),
-        (10, (0.98, 0.97, 0.99), "not worth serving", "0.97 to 0.99 in 6 rounds", False),
+        (1.00, (2.0,), "too slow to serve", "speedup 1.00x", False),
+        (1.04, (2.0,), "too slow to serve", "speedup 1.04x", False),
+        (10, (0.98, 0.97, 0.99), "too slow to serve", "0.97x to 0.99x in 6 rounds", False),
         # If the rounds disagree, no median decides, above or below 1.
-        (10, (0.9, 1.2, 1.1), "not proven faster", "0.90 to 1.20 in 6 rounds", True),
-        (10, (0.9, 0.95, 1.02), "not proven faster", "0.90 to 1.02 in 6 rounds", True),
+        (10, (0.9, 1.2, 1.1), "not reliably faster", "0.90x to 1.20x in 6 rounds", True),
+        (10, (0.9, 0.95, 1.02), "not reliably faster", "0.90x to 1.02x in 6 rounds", True),
     ],
 )
 def test_verdict_by_seconds_decides_on_the_file_and_the_exit_status(
@@ -109,10 +109,11 @@ def test_verdict_by_seconds_decides_on_the_file_and_the_exit_status(
     artifacts.save(artifact, out, arrays)
     assert timed() == 3
     block = last_block(capsys)
-    assert block[0].startswith(verdict) and figure in block[0]
+    assert block[0].startswith(f"result: {verdict}; ")
+    assert any(figure in line for line in block[1:3])
     assert ("--speed-only" in block[0]) == written
     assert (content(out) != content(found)) == written
-    assert f"wrote {out}" in block[2] if written else "--keep" in block[-1]
+    assert f"wrote {out}" in block[-2] if written else "--keep" in block[-1]
     # A prefill of which nothing would be sparse is not timed.
     assert bool(clock.prefills) == (attention > 1)
 
@@ -121,7 +122,7 @@ def test_verdict_by_seconds_decides_on_the_file_and_the_exit_status(
 def test_keep_writes_and_exits_0_without_a_proven_gain(first_token, timed, tmp_path, clock, capsys):
     clock.first_token = first_token
     assert timed("--keep") == 0
-    assert last_block(capsys)[0].startswith("not ") and (tmp_path / "cfg.yaml").exists()
+    assert last_block(capsys)[0] != "result: faster" and (tmp_path / "cfg.yaml").exists()
 
 
 def test_sdpa_slower_on_half_the_prompt_is_not_timed_on_all(timed, tmp_path, clock, capsys):
@@ -161,6 +162,7 @@ def test_flops_cost_decides_by_count(budget, worth, advice, tiny_model, out, mon
     """The model has 1,024 positions."""
     monkeypatch.setattr("search.model.run.WORTH", worth)
     assert main(["search", *options(tiny_model, out, budget=budget)]) == 3
-    says = rf"not worth serving at 512 tokens: \d\.\d\dx fewer FLOPs .*; {advice}"
-    assert re.fullmatch(says, last_block(capsys)[0])
+    result, gain, *_ = last_block(capsys)
+    assert result == f"result: too many FLOPs to serve; {advice}"
+    assert re.fullmatch(r"  FLOPs .* 512 .* \d\.\d\d .* \(\d\.\d\dx fewer\), .* not timed", gain)
     assert not list(out.parent.iterdir())
