@@ -10,8 +10,10 @@ import pytest
 import artifacts
 from headwise.__main__ import main
 from profiling.speed.baselines import HEADWISE, KERNEL
-from profiling.speed.layer_times import ANCHOR, SDPA
+from profiling.speed.layer_times import ANCHOR, SDPA, Timings
 from search.model import search
+from search.model.record import build, write
+from search.model.run import CHOSEN, SearchRun
 from search.model.speed import another_round
 from tests.search.model.conftest import (
     LENGTH,
@@ -87,42 +89,72 @@ def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, cl
     assert artifact.evidence.verdict == verdict
 
 
-@pytest.mark.parametrize(
-    ("attention", "first_token", "verdict", "figure", "written"),
-    [
-        # Attention gains nothing, or too little; the full prefill is slower despite the gain.
-        (1.00, (2.0,), "too slow to serve", "speedup 1.00x", False),
-        (1.04, (2.0,), "too slow to serve", "speedup 1.04x", False),
-        (10, (0.98, 0.97, 0.99), "too slow to serve", "0.97x to 0.99x in 6 rounds", False),
-        # If the rounds disagree, no median decides, above or below 1.
-        (10, (0.9, 1.2, 1.1), "not reliably faster", "0.90x to 1.20x in 6 rounds", True),
-        (10, (0.9, 0.95, 1.02), "not reliably faster", "0.90x to 1.02x in 6 rounds", True),
-    ],
-)
-def test_verdict_by_seconds_decides_on_the_file_and_the_exit_status(
-    attention, first_token, verdict, figure, written, found, timed, tmp_path, clock, capsys
+def test_attention_without_a_gain_leaves_the_old_file_and_times_no_prefill(
+    found, timed, tmp_path, clock, capsys
 ):
-    clock.sparse = clock.dense / attention
-    clock.first_token = first_token
-    out = tmp_path / "cfg.yaml"
+    clock.sparse = clock.dense
     artifact, arrays = artifacts.load_pair(found)
-    artifacts.save(artifact, out, arrays)
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     assert timed() == 3
-    block = last_block(capsys)
-    assert block[0].startswith(f"result: {verdict}; ")
-    assert any(figure in line for line in block[1:3])
-    assert ("--speed-only" in block[0]) == written
-    assert (content(out) != content(found)) == written
-    assert f"wrote {out}" in block[-2] if written else "--keep" in block[-1]
-    # A prefill of which nothing would be sparse is not timed.
-    assert bool(clock.prefills) == (attention > 1)
+    assert last_block(capsys)[0] == "result: too slow to serve; try a smaller --budget"
+    assert content(tmp_path / "cfg.yaml") == content(found) and not clock.prefills
 
 
-@pytest.mark.parametrize("first_token", [(0.9, 1.2), (0.98, 0.97, 0.99)])
-def test_keep_writes_and_exits_0_without_a_proven_gain(first_token, timed, tmp_path, clock, capsys):
-    clock.first_token = first_token
-    assert timed("--keep") == 0
-    assert last_block(capsys)[0] != "result: faster" and (tmp_path / "cfg.yaml").exists()
+@pytest.fixture
+def decided(timed, tiny_model, tmp_path, clock, monkeypatch, capsys):
+    """decided(attention, first_token, *more): exit status and last block of a finished search whose
+    times are replaced by these speedups; it is made once."""
+    runs: list[SearchRun] = []
+
+    def keep(config, run, *built):
+        runs.append(run)
+        write(config, run, *built)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "write", keep)
+        assert timed() == 0
+    (run,) = runs
+
+    def finish(attention, first_token, *more, **changes):
+        def measured(config):
+            run.written = False
+            seconds = {CHOSEN: 3e-3 / attention, ANCHOR: 3e-3, SDPA: 3e-3}
+            run.attention = {LENGTH: Timings(seconds=seconds, layers=run.layers)}
+            run.prefills = {KERNEL: first_token, HEADWISE: [1.0] * len(first_token)}
+            write(config, run, *build(config, run))
+            return run
+
+        words = options(tiny_model, tmp_path / "new.yaml", *more, **TIMED | changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(search, "run", measured)
+            code = main(["search", *words])
+        return code, last_block(capsys)
+
+    return finish
+
+
+def test_verdict_by_seconds_decides_on_the_file_and_the_exit_status(decided, tmp_path):
+    out = tmp_path / "new.yaml"
+    for attention, first_token, verdict, figure in (
+        # Attention gains too little, or the full prefill is slower despite the gain.
+        (1.04, (2.0, 2.0, 2.0), "too slow to serve", "speedup 1.04x"),
+        (10, (0.98, 0.97, 0.99), "too slow to serve", "0.97x to 0.99x in 3 rounds"),
+        # If the rounds disagree, no median decides, above or below 1.
+        (10, (0.9, 1.2, 1.1), "not reliably faster", "0.90x to 1.20x in 3 rounds"),
+        (10, (0.9, 0.95, 1.02), "not reliably faster", "0.90x to 1.02x in 3 rounds"),
+    ):
+        code, block = decided(attention, first_token)
+        assert code == 3 and block[0].startswith(f"result: {verdict}; ")
+        assert any(figure in line for line in block[1:3])
+        written = verdict == "not reliably faster"
+        assert ("--speed-only" in block[0]) == written == out.exists()
+        assert f"wrote {out}" in block[-2] if written else "--keep" in block[-1]
+        kept, block = decided(attention, first_token, "--keep")
+        assert kept == 0 and verdict in block[0] and out.exists()
+        out.unlink()
+    # The model has 1,024 positions.
+    _, block = decided(1.0, (2.0, 2.0, 2.0), budget=None)
+    assert block[0] == "result: too slow to serve; try --length 1024"
 
 
 def test_sdpa_slower_on_half_the_prompt_is_not_timed_on_all(timed, tmp_path, clock, capsys):
@@ -154,15 +186,9 @@ def test_prefill_rounds_are_three_or_more_within_the_limit(done, seconds, limit,
     assert another_round(done, seconds, limit) == another
 
 
-@pytest.mark.parametrize(
-    ("budget", "worth", "advice"),
-    [("0.99", 1.05, "try a smaller --budget"), (None, 99, "try --length 1024")],
-)
-def test_flops_cost_decides_by_count(budget, worth, advice, tiny_model, out, monkeypatch, capsys):
-    """The model has 1,024 positions."""
-    monkeypatch.setattr("search.model.run.WORTH", worth)
-    assert main(["search", *options(tiny_model, out, budget=budget)]) == 3
+def test_flops_cost_decides_by_count(tiny_model, out, capsys):
+    assert main(["search", *options(tiny_model, out, budget="0.99")]) == 3
     result, gain, *_ = last_block(capsys)
-    assert result == f"result: too many FLOPs to serve; {advice}"
+    assert result == "result: too many FLOPs to serve; try a smaller --budget"
     assert re.fullmatch(r"  FLOPs .* 512 .* \d\.\d\d .* \(\d\.\d\dx fewer\), .* not timed", gain)
     assert not list(out.parent.iterdir())
