@@ -68,7 +68,7 @@ def interrupted(*args: Any, **kwargs: Any) -> Any:
     raise KeyboardInterrupt
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def found(tiny_model, tmp_path_factory):
     """Read-only artifact of a search; its resume file, report and study are next to its folder."""
     folder = tmp_path_factory.mktemp("found")
@@ -93,7 +93,7 @@ def found(tiny_model, tmp_path_factory):
 SMALL: dict[str, str | None] = {"task": "passkey"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small(tiny_model, tmp_path_factory):
     """The artifact of a small search; not to be written to."""
     out = tmp_path_factory.mktemp("small") / "cfg.yaml"
@@ -113,17 +113,19 @@ def out(found, tmp_path):
 class Clock:
     """A made-up clock: every first run is real, and takes as long as this says.
 
-    dense: attention of a layer over every key; sparse: by the patterns that were accepted;
-    candidates take 0.1 ms.
+    Candidates take 0.1 ms, and a dense prefill twice as long as another.
 
-    sdpa: by torch, relative to dense. first_token: times as fast as dense attention to the first
-    token, round by round, over and over. attention: its timed calls, as (tokens, names,
-    whether one turn is not counted). prefills: the ways of each round."""
+    Attributes:
+        dense: attention of a layer over every key.
+        sparse: by the patterns that were accepted.
+        sdpa: by torch, relative to dense.
+        attention: timed calls, as (tokens, names, whether one turn is not counted).
+        prefills: the ways of each round.
+    """
 
     dense: float = 1e-3
     sparse: float = 1e-4
     sdpa: float = 1.0
-    first_token: tuple[float, ...] = (2.0,)
     attention: list[tuple[int, list[str], bool]] = field(default_factory=list)
     prefills: list[list[str]] = field(default_factory=list)
 
@@ -145,9 +147,8 @@ class Clock:
             for enter in ways.values():
                 with enter():
                     run()
-        taken = self.first_token[len(self.prefills) % len(self.first_token)]
         self.prefills.append(list(ways))
-        return {name: [1.0 if name == HEADWISE else taken] for name in ways}
+        return {name: [1.0 if name == HEADWISE else 2.0] for name in ways}
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr("profiling.speed.layer_times.in_turn", self.in_turn)
