@@ -1,7 +1,7 @@
 """Wheel and source archive, and our `kernels` next to Hugging Face's package of that name.
 
-Both work from a checkout, installed and editable, with their package and without it. "Installed" is
-a folder of links to the packages of this environment, in a process that sees nothing else.
+Both work from a checkout, installed and editable. "Installed" is a folder of links to the packages
+of this environment, in a process that sees nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.sampling import sampled
 
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
@@ -34,39 +36,33 @@ needs_theirs = pytest.mark.skipif(
     reason="Hugging Face's kernels is not installed: pip install kernels",
 )
 
-OURS = """
+BOTH = """
 import kernels.index, kernels.attention, headwise
 kernels.index.SparseIndex
-"""
-BOTH = f"""{OURS}
 from kernels import get_kernel
 import kernels.layer, importlib.metadata, importlib.util
 assert kernels.__version__ == importlib.metadata.version("kernels")
 assert kernels.get_kernel is get_kernel and get_kernel.__module__ == "kernels.load"
 assert set(kernels.__all__) <= set(dir(kernels)) and importlib.util.find_spec("kernels.hf_hub")
 """
-TRANSFORMERS = """
+WITH_TRANSFORMERS = f"""
 from transformers import LlamaForCausalLM
 from transformers.utils.import_utils import is_kernels_available
-"""
-WITH_THEIRS = f"""{TRANSFORMERS}{BOTH}
+{BOTH}
 assert is_kernels_available("0.0.1", "99")
 """
-WITHOUT_THEIRS = f"""{TRANSFORMERS}{OURS}
-assert not hasattr(kernels, "__version__") and not hasattr(kernels, "get_kernel")
-assert not is_kernels_available()
-"""
 
 
-def farm(folder: Path, *, theirs: bool) -> Path:
-    """Links to all that is installed but Headwise itself and, unless asked for, their package."""
+@pytest.fixture
+def site(tmp_path):
+    """Links to all that is installed but Headwise itself, and a copy of their package."""
+    folder = tmp_path / "site"
     folder.mkdir()
     for entry in SITE.iterdir():
         name = entry.name.lower()
-        mine = "headwise" in name or name in PACKAGES or name.endswith((".pth", ".egg-link"))
-        if name.partition("-")[0] == "kernels" and theirs:
+        if name.partition("-")[0] == "kernels":
             shutil.copytree(entry, folder / entry.name, ignore=shutil.ignore_patterns(*LEFTOVERS))
-        elif not mine and name.partition("-")[0] != "kernels":
+        elif not ("headwise" in name or name in PACKAGES or name.endswith((".pth", ".egg-link"))):
             (folder / entry.name).symlink_to(entry)
     return folder
 
@@ -125,12 +121,11 @@ def wheel(unpacked, tmp_path_factory):
 @needs_theirs
 def test_kernels_of_a_checkout_merges_with_hugging_faces():
     """The tests themselves run from a checkout."""
-    exec(WITH_THEIRS, {})
+    exec(WITH_TRANSFORMERS, {})
 
 
 @needs_theirs
-def test_kernels_of_two_checkouts_merge(tmp_path, sources):
-    site = farm(tmp_path / "site", theirs=True)
+def test_kernels_of_two_checkouts_merge(tmp_path, site, sources):
     code = "import kernels; print(len(kernels.__path__), kernels.get_kernel.__name__)"
     assert run(code, ROOT, sources, ROOT, site, cwd=tmp_path) == "2 get_kernel"
 
@@ -153,18 +148,11 @@ def test_wheel_contains_all_but_the_overlay(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
 
+@needs_theirs
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "theirs"),
-    [
-        pytest.param(BOTH, True, marks=needs_theirs),
-        pytest.param(WITH_THEIRS, True, marks=[needs_theirs, pytest.mark.exhaustive]),
-        pytest.param(WITHOUT_THEIRS, False, marks=pytest.mark.exhaustive),
-    ],
-    ids=["both", "both and transformers", "ours and transformers"],
-)
-def test_wheel_imports_with_and_without_hugging_faces_kernels(code, theirs, wheel, tmp_path):
-    site = farm(tmp_path / "site", theirs=theirs)
+@pytest.mark.parametrize("code", sampled([BOTH, WITH_TRANSFORMERS], BOTH), ids=["both", "models"])
+def test_wheel_imports_with_hugging_faces_kernels(code, wheel, site, tmp_path):
+    """Without theirs .ci/wheel imports it."""
     zipfile.ZipFile(wheel).extractall(site)
     run(code, site, cwd=tmp_path)
 
@@ -172,12 +160,11 @@ def test_wheel_imports_with_and_without_hugging_faces_kernels(code, theirs, whee
 @needs_theirs
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_editable_install_imports_with_hugging_faces_kernels(sources, tmp_path):
-    site = farm(tmp_path / "site", theirs=True)
+def test_editable_install_imports_with_hugging_faces_kernels(sources, site, tmp_path):
     zipfile.ZipFile(build(sources, "build_editable", tmp_path / "dist")).extractall(site)
     code = (
         f"import sys, site; sys.path.remove({str(site)!r}); "
-        f"site.addsitedir({str(site)!r})\n{WITH_THEIRS}"
+        f"site.addsitedir({str(site)!r})\n{WITH_TRANSFORMERS}"
         f"assert kernels.index.__file__.startswith({str(sources)!r})"
     )
     run(code, site, cwd=tmp_path)
@@ -193,14 +180,3 @@ def test_source_archive_has_all_but_the_history(unpacked):
         if path.is_file() and not set(path.relative_to(ROOT).parts) & set(LEFTOVERS)
     }
     assert {path for path in expected if not (unpacked / path).is_file()} == set()
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_source_archive_passes_its_tests(unpacked):
-    names = ("test_kinds.py", "conformance/test_store.py", "kernels/test_index.py")
-    named = [f"tests/{name}" for name in names]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named]
-    done = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
