@@ -51,9 +51,8 @@ Time to first token in seconds, on two CPU cores, in bfloat16 unless a row names
 cell was not measured.
 
 - *sdpa* is PyTorch's dense attention. *dense, our kernel* is Headwise's. *XAttention* is sparse.
-- The last column is the ratio of two cells, or the median of the ratios of several rounds. In a
-  round, every method computes the prompt once.
-- SmolLM2 supports 8,192 tokens. At 32,768 tokens only its speed was measured.
+- The last column is the fastest dense time divided by Headwise's. Where several rounds were timed,
+  it is the median of their ratios, which can differ a little from the ratio of the cells.
 - The 1B shape is Llama 3.2 1B with random weights and patterns set by hand, to measure speed only.
 - The name of each processor links to its measurements.
 """
