@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import sampled
-
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
 PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search")
@@ -36,20 +34,17 @@ needs_theirs = pytest.mark.skipif(
     reason="Hugging Face's kernels is not installed: pip install kernels",
 )
 
-BOTH = """
-import kernels.index, kernels.attention, headwise
+WITH_THEIRS = """
+import transformers, kernels.index, kernels.attention, headwise
+from transformers.utils.import_utils import is_kernels_available
+from transformers import LlamaForCausalLM
 kernels.index.SparseIndex
 from kernels import get_kernel
 import kernels.layer, importlib.metadata, importlib.util
 assert kernels.__version__ == importlib.metadata.version("kernels")
 assert kernels.get_kernel is get_kernel and get_kernel.__module__ == "kernels.load"
-assert set(kernels.__all__) <= set(dir(kernels)) and importlib.util.find_spec("kernels.hf_hub")
-"""
-WITH_TRANSFORMERS = f"""
-from transformers import LlamaForCausalLM
-from transformers.utils.import_utils import is_kernels_available
-{BOTH}
-assert is_kernels_available("0.0.1", "99")
+assert is_kernels_available("0.0.1", "99") and set(kernels.__all__) <= set(dir(kernels))
+assert importlib.util.find_spec("kernels.hf_hub")
 """
 
 
@@ -121,7 +116,7 @@ def wheel(unpacked, tmp_path_factory):
 @needs_theirs
 def test_kernels_of_a_checkout_merges_with_hugging_faces():
     """The tests themselves run from a checkout."""
-    exec(WITH_TRANSFORMERS, {})
+    exec(WITH_THEIRS, {})
 
 
 @needs_theirs
@@ -149,12 +144,12 @@ def test_wheel_contains_all_but_the_overlay(wheel):
 
 
 @needs_theirs
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("code", sampled([BOTH, WITH_TRANSFORMERS], BOTH), ids=["both", "models"])
-def test_wheel_imports_with_hugging_faces_kernels(code, wheel, site, tmp_path):
+def test_wheel_imports_with_hugging_faces_kernels(wheel, site, tmp_path):
     """Without theirs .ci/wheel imports it."""
     zipfile.ZipFile(wheel).extractall(site)
-    run(code, site, cwd=tmp_path)
+    run(WITH_THEIRS, site, cwd=tmp_path)
 
 
 @needs_theirs
@@ -164,7 +159,7 @@ def test_editable_install_imports_with_hugging_faces_kernels(sources, site, tmp_
     zipfile.ZipFile(build(sources, "build_editable", tmp_path / "dist")).extractall(site)
     code = (
         f"import sys, site; sys.path.remove({str(site)!r}); "
-        f"site.addsitedir({str(site)!r})\n{WITH_TRANSFORMERS}"
+        f"site.addsitedir({str(site)!r})\n{WITH_THEIRS}"
         f"assert kernels.index.__file__.startswith({str(sources)!r})"
     )
     run(code, site, cwd=tmp_path)

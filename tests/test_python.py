@@ -107,7 +107,7 @@ def test_search_equals_the_command(whole, folder, tmp_path):
     assert whole.search is not None and f"length={LENGTH}" in whole.search.command
 
 
-@pytest.mark.parametrize("dtype", sampled(OTHERS, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", sampled(OTHERS), ids=str)
 def test_functions_under_another_default_dtype_return_the_same(dtype, whole, folder, tmp_path):
     out = tmp_path / "cfg.yaml"
     measured = {"length": LENGTH, "tasks": ["prose"]}
