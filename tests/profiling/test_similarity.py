@@ -186,19 +186,6 @@ def test_similarity_command_writes_a_profile_and_tables(folder, tmp_path):
         np.testing.assert_allclose(read, array, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"top_k": 980}, "--top-k 980 chooses every token of 980"),
-        ({"length": 1020}, "more than the 1024 positions of tiny"),
-        ({"tasks": ()}, "no task given"),
-    ],
-)
-def test_measure_refuses_wrong_settings(loaded, changes, said):
-    with pytest.raises(HeadwiseError, match=said):
-        measure(config("passkey").replace(**changes), loaded)
-
-
 def test_run_refuses_a_model_with_sliding_layers_only(tmp_path):
     place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
     with pytest.raises(HeadwiseError, match="no layer of mistral sees every token"):
