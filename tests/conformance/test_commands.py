@@ -24,6 +24,7 @@ from headwise.__main__ import GROUPS, VERBS, main, parser_of
 from headwise.command_page import page
 from tests.artifacts.conftest import make_key
 from tests.search.conftest import by_head, tiny_model
+from tests.tiny_text_model import save_tiny
 
 __all__ = ["by_head", "tiny_model"]
 
@@ -249,6 +250,12 @@ def test_invalid_value_error_names_it(words, says, refused):
 )
 def test_unknown_or_incomplete_command_is_rejected(words, says, refused):
     refused(says, words)
+
+
+@pytest.mark.parametrize("verb", ["search", "decode", "similarity", "stream"])
+def test_model_of_sliding_layers_only_is_refused(verb, refused, tmp_path):
+    save_tiny(tmp_path / "narrow", family="Mistral", sliding_window=32)
+    refused("no layer of narrow", verb, TYPED[verb], "--model narrow")
 
 
 # Help, and the first wrong option of commands that load a model.

@@ -186,7 +186,7 @@ def test_heatmaps_refuses_a_head_of_a_sliding_layer(tmp_path):
 
 def test_heatmaps_refuses_an_artifact_of_another_model(searched, tmp_path):
     save_profile(random_profile(3), tmp_path)
-    with pytest.raises(HeadwiseError, match="the profile is of some-model, the artifact of tiny"):
+    with pytest.raises(HeadwiseError, match=r"some-model.* tiny"):
         main(
             ["heatmaps", *f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split()]
         )
@@ -274,7 +274,7 @@ def test_plot_escapes_formulas_and_control_characters(scored, tmp_path, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")]
     assert "\x1b" not in stem.with_name(f"{stem.name}.svg").read_text()
-    with pytest.raises(HeadwiseError, match="--out: give the stem"):
+    with pytest.raises(HeadwiseError, match="--out"):
         main(["plot", str(scored), "--out", ""])
 
 

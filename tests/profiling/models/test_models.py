@@ -142,24 +142,24 @@ def test_load_model_refuses_models_without_causal_attention(kind, said, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "says"),
     [
-        ("nobody/nothing", "unknown model 'nobody/nothing'"),
-        ("smolm2", "and on the hub: the hub cannot be reached"),
-        ("", "unknown model ''"),
-        ("a/b/c", "unknown model 'a/b/c': there is no such folder"),
-        ("nowhere.gguf", "unknown model 'nowhere.gguf': there is no such file"),
-        ("a.txt", "unknown model 'a.txt': neither a folder nor a .gguf file"),
-        ("empty", "the folder 'empty' is no model for transformers: it has no config.json"),
-        ("bad_json", "cannot load the model 'bad_json'"),
-        ("new_type", "cannot load the model 'new_type'"),
-        ("remote", "it needs code of its own, which Headwise never runs"),
-        ("no_weights", "cannot load the model 'no_weights'"),
-        ("bad_weights", "cannot load the model 'bad_weights'"),
-        ("no_tokenizer", "cannot load the model 'no_tokenizer'"),
+        ("nobody/nothing", "unknown model"),
+        ("smolm2", "the hub cannot be reached"),
+        ("", "unknown model"),
+        ("a/b/c", "no such folder"),
+        ("nowhere.gguf", "no such file"),
+        ("a.txt", ".gguf"),
+        ("empty", "config.json"),
+        ("bad_json", "cannot load"),
+        ("new_type", "cannot load"),
+        ("remote", "code of its own"),
+        ("no_weights", "cannot load"),
+        ("bad_weights", "cannot load"),
+        ("no_tokenizer", "cannot load"),
     ],
 )
-def test_load_model_names_what_is_wrong_in_one_line(spec, said, tmp_path, monkeypatch):
+def test_load_model_names_what_is_wrong_in_one_line(spec, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
     configs = {
@@ -179,20 +179,16 @@ def test_load_model_names_what_is_wrong_in_one_line(spec, said, tmp_path, monkey
             weights.unlink()
         if spec == "bad_weights":
             weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(HeadwiseError, match=re.escape(said)) as caught:
+    with pytest.raises(HeadwiseError, match=re.escape(says)) as caught:
         load_model(spec)
-    assert "\n" not in str(caught.value)
+    assert repr(spec) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"revision": "main"}, "--revision main is for a model on the hub"),
-    ],
+    ("options", "says"), [({"dtype": "int8"}, "'int8'"), ({"revision": "main"}, "--revision main")]
 )
-def test_load_model_refuses_wrong_options(options, said):
-    with pytest.raises(HeadwiseError, match=said):
+def test_load_model_refuses_wrong_options(options, says):
+    with pytest.raises(HeadwiseError, match=says):
         load_model("here.gguf", **options)
 
 

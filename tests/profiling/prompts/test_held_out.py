@@ -101,7 +101,7 @@ def test_held_out_prompts_are_disjoint(tokenizer, tmp_path):
     task = story(tmp_path / "a.txt", 4 * LENGTH)
     seen = Seen(prompts_of(task, tokenizer))
     assert len(held_out(task, tokenizer, 1, 0, seen)) == 1
-    with pytest.raises(HeadwiseError, match="too short to hold prompts out: 2 x 1000 tokens"):
+    with pytest.raises(HeadwiseError, match=r"too short .*: 2 x 1000 tokens"):
         held_out(task, tokenizer, 2, 0, seen)
 
 
