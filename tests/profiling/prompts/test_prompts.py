@@ -144,16 +144,6 @@ def test_make_prompts_of_a_wrong_file_names_the_fault(tmp_path, kind, content, s
     assert "\n" not in str(caught.value) and str(tmp_path) not in str(caught.value)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes"], indirect=True)
-def test_prose_prompts_are_disjoint(tokenizer):
-    length = 700
-    prompts = make_prompts("prose", tokenizer, length=length, samples=6, seed=3)
-    pieces = [
-        {prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in prompts
-    ]
-    assert all(a.isdisjoint(b) for a, b in itertools.combinations(pieces, 2))
-
-
 def test_digest_depends_on_ids_and_answers():
     base = digest([Prompt((1, 2), "a")])
     rest = [
