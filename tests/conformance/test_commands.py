@@ -24,6 +24,7 @@ from headwise.__main__ import GROUPS, VERBS, main, parser_of
 from headwise.command_page import page
 from tests.artifacts.conftest import make_key
 from tests.search.conftest import by_head, tiny_model
+from tests.tiny_text_model import save_tiny
 
 __all__ = ["by_head", "tiny_model"]
 
@@ -34,19 +35,19 @@ WIDE = "--max-kl 99 --max-perplexity 99 --max-nll 99 --max-lost 1"
 RUNS = {
     "doctor": "--model model --dtype float32",
     "search": f"{SMALL} --out new.yaml --length 512 --budget 0.8 --cost flops --no-picture "
-    f"--task prose {WIDE}",
-    "gate": f"cfg.yaml {SMALL} --task prose {WIDE}",
+    f"--task passkey {WIDE}",
+    "gate": f"cfg.yaml {SMALL} --task passkey {WIDE}",
     "evaluate": f"cfg.yaml {SMALL} --out report --length 512 --task passkey --no-speed "
     "--methods dense headwise",
     "show": "cfg.yaml",
     "check": "cfg.yaml --model model",
-    "filters": f"cfg.yaml {SMALL} --out new.yaml --length 256 --steps 2 --task prose --filters 1 "
+    "filters": f"cfg.yaml {SMALL} --out new.yaml --length 256 --steps 2 --task passkey --filters 1 "
     "--sparse 0.3",
     "kv": f"cfg.yaml {SMALL} --out new.yaml --length 256 --task passkey --forced 4 "
     "--target-share 0.5",
     "decode": "--model model --dtype float32 --policy full --policy streaming:window=28 "
     "--context 256 --trials 1 --task-length 256 --steps 1 --repeats 1",
-    "similarity": f"{SMALL} --out profile --length 256 --steps 2 --task prose",
+    "similarity": f"{SMALL} --out profile --length 256 --steps 2 --task passkey",
     "heatmaps": "--model model --dtype float32 --out pictures --length 256 --picture attention "
     "--head 1.2",
     "plot": "cfg.yaml --out picture",
@@ -156,73 +157,129 @@ def test_missing_file_error_names_it(verb, word, other, says, refused):
     refused(says, verb, *(other if part == word else part for part in TYPED[verb].split()))
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("search --budget 2", "--budget must be above 0 and at most 1"),
-        ("search --length 100", "--length must be at least 128, got 100"),
-        ("search --length 4000", "--beyond-positions"),
-        ("search --task guessing", "unknown task 'guessing'"),
-        ("search --backend abacus", "abacus"),
-        ("search --storage study", "cannot use the storage 'study'"),
-        ("filters --storage study", "cannot use the storage 'study'"),
-        ("kv --storage study", "cannot use the storage 'study'"),
-        ("search --task text:a/text.txt --task text:text.txt", "two tasks text:text.txt"),
-        ("search --preset paper --cost flops", "--cost goes with one budget for the model"),
-        ("search --budget a_shape:64,64", "goes with --preset paper"),
-        ("search --preset paper --budget 0.001 --no-picture", "impossible"),
-        ("gate --length 100", "--length 100 is below the artifact's dense_below of 500"),
-        ("gate --max-lost 2", "--max-lost must be above 0 and at most 1"),
-        ("filters --budget 1.5", "--budget must be a number of tokens or a share between 0 and 1"),
-        ("filters --dense-first 3", "--dense-first 3"),
-        ("filters --profile nowhere", "there is no similarity profile"),
-        ("kv --forced 256", "--forced must be below --length (256), got 256"),
-        ("kv --target-bytes 64MiB", "not allowed with argument"),
-        ("search --max-memory much", "--max-memory must be a number of bytes"),
-        ("demo --length 0", "--length must be at least 128, got 0"),
-        ("convert --sinks four", "four"),
-        ("schema --json none/out.json", "cannot write 'none/out.json'"),
-        ("sign --key me.pub", "me.pub: must be a private key"),
-        ("verify --key me.key", "me.key: must be a public key"),
-    ],
-)
-def test_invalid_value_error_names_it(words, says, refused):
+# Options after a small run of a verb, and the argument or value that the error names.
+WRONG = [
+    ("search --budget 2", "--budget"),
+    ("search --length 100", "--length"),
+    ("search --length 4000", "--beyond-positions"),
+    ("search --task guessing", "'guessing'"),
+    ("search --backend abacus", "abacus"),
+    ("search --storage study", "'study'"),
+    ("filters --storage study", "'study'"),
+    ("kv --storage study", "'study'"),
+    ("search --task text:a/text.txt --task text:text.txt", "text:text.txt"),
+    ("search --preset paper --cost flops", "--cost"),
+    ("search --budget a_shape:64,64", "--preset paper"),
+    ("search --preset paper --budget 0.001 --no-picture", "0.001"),
+    ("gate --length 100", "--length 100"),
+    ("gate --max-lost 2", "--max-lost"),
+    ("filters --budget 1.5", "--budget"),
+    ("filters --dense-first 3", "--dense-first 3"),
+    ("filters --profile nowhere", "nowhere"),
+    ("kv --forced 256", "--forced"),
+    ("kv --target-bytes 64MiB", "--target-bytes"),
+    ("search --max-memory much", "--max-memory"),
+    ("demo --length 0", "--length"),
+    ("convert --sinks four", "--sinks"),
+    ("schema --json none/out.json", "'none/out.json'"),
+    ("sign --key me.pub", "me.pub"),
+    ("verify --key me.key", "me.key"),
+    ("bench --length 300 0", "length"),
+    ("bench --density 3", "--density"),
+    ("bench --repeats 0", "--repeats"),
+    ("decode --texts 0", "--texts"),
+    ("decode --forced 4096", "--forced"),
+    ("decode --policy lru", "'lru'"),
+    ("evaluate --seeds 0", "--seeds"),
+    ("evaluate --share 0", "--share"),
+    ("evaluate --depths 2", "--depths"),
+    ("evaluate --task riddle", "'riddle'"),
+    ("evaluate --speed-only --task prose", "--speed-only"),
+    ("evaluate --length 256", "256"),
+    ("evaluate --length 5000", "5000"),
+    ("evaluate --methods a_shap", "'a_shap'"),
+    ("heatmaps --profile x --picture pie", "'pie'"),
+    ("heatmaps --head 3", "--head"),
+    ("heatmaps --head 0.6", "0.6"),
+    ("heatmaps --length 3", "--length"),
+    ("plot --head 9.0", "--head"),
+    ("plot --head 2", "--head"),
+    ("plot --picture candidates", "--head"),
+    ("plot --picture patterns --head 2.1", "--head"),
+    ("similarity --length 63", "--length"),
+    ("similarity --length 1024", "1024 positions"),
+    ("similarity --top-k 256", "--top-k 256"),
+    ("similarity --task vt --task vt", "'vt'"),
+    ("stream --tokens 1", "--tokens"),
+    ("stream --chunk 0", "--chunk"),
+    ("stream --policy lru", "'lru'"),
+    ("stream --policy full --policy full", "--policy full"),
+    ("tasks --task riddle", "'riddle'"),
+    ("tasks --length 0", "--length"),
+]
+
+
+def with_run(words: str) -> str:
+    """The words of a row of WRONG after those of a small run."""
     verb, _, more = words.partition(" ")
-    typed = TYPED[verb]
+    run = TYPED[verb]
     if "--preset" in words:
-        typed = "--model model --dtype float32 --out new.yaml --length 512"
+        run = "--model model --dtype float32 --out new.yaml --length 512"
+    return f"{verb} {run} {more}"
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG)
+def test_invalid_value_error_names_it(words, says, refused):
     Path("a").mkdir()
     shutil.copy("text.txt", "a")
-    refused(says, verb, typed, more)
+    refused(says, with_run(words))
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("serch", "did you mean 'search'?"),
-        ("xyzzy", "headwise --help lists them"),
-        ("convert cfg.yaml b.yaml --out new.yaml", "unrecognized arguments: b.yaml; usage: "),
-        ("show", "see headwise show --help"),
+        ("serch", "'search'"),
+        ("xyzzy", "headwise --help"),
+        ("convert cfg.yaml b.yaml --out new.yaml", "b.yaml"),
+        ("show", "headwise show --help"),
+        ("decode --model model", "artifact"),
+        ("heatmaps --out o", "--profile"),
+        ("heatmaps --out o --profile x --picture attention", "--head"),
+        ("tasks --length 9", "--task"),
     ],
 )
-def test_unknown_command_is_rejected(words, says, refused):
+def test_unknown_or_incomplete_command_is_rejected(words, says, refused):
     refused(says, words)
 
 
+@pytest.mark.parametrize("verb", ["search", "decode", "similarity", "stream"])
+def test_model_of_sliding_layers_only_is_refused(verb, refused, tmp_path):
+    save_tiny(tmp_path / "narrow", family="Mistral", sliding_window=32)
+    refused("no layer of narrow", verb, TYPED[verb], "--model narrow")
+
+
+# Help, and the first wrong option of commands that load a model.
+FIRST_WRONG = {words.partition(" ")[0]: with_run(words) for words, _ in reversed(WRONG)}
+LOADING = ("search", "bench", "decode", "evaluate", "heatmaps", "similarity", "stream", "tasks")
+EARLY = ["--help", "show --help", *(FIRST_WRONG[verb] for verb in LOADING)]
+
+
+@pytest.mark.usefixtures("headwise")
 def test_help_and_option_checks_do_not_import_torch():
     """A misspelled word or an out-of-range value is reported at once."""
-    code = """
+    code = f"""
 import sys
+sys.path.insert(0, {str(ROOT)!r})
 from artifacts import HeadwiseError
 from headwise.__main__ import main
-for words in ("--help", "show --help", "search --model m --out o.yaml --budget 2"):
+for words in {EARLY}:
     try:
         main(words.split())
     except (SystemExit, HeadwiseError):
         pass
-assert not sys.modules.keys() & {"torch", "transformers", "optuna"}
+    assert not sys.modules.keys() & {{"torch", "transformers", "optuna"}}, words
 """
-    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+    out = subprocess.check_output([sys.executable, "-c", code], text=True)
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     assert set(VERBS) <= set(listed)
 
@@ -359,7 +416,6 @@ def test_ctrl_c_during_import_prints_one_line(tmp_path):
     words = f"search --model m --out {tmp_path}/cfg.yaml".split()
     for command in (
         [sys.executable, str(script), *words],
-        [sys.executable, "-m", "headwise", *words],
         [sys.executable, "-m", "headwise", "doctor"],
     ):
         done = subprocess.run(
@@ -373,16 +429,16 @@ def test_ctrl_c_during_import_prints_one_line(tmp_path):
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("package", ["artifacts", "headwise", "kernels", "profiling", "search"])
-def test_package_import_leaves_ctrl_c_handler_unchanged(package, tmp_path):
+def test_package_import_leaves_ctrl_c_handler_unchanged(tmp_path):
     """Also in a process whose script is called headwise."""
     script = tmp_path / "headwise"
     script.write_text(
-        "import signal, sys\n"
+        "import importlib, signal, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "before = signal.getsignal(signal.SIGINT)\n"
-        f"import {package}\n"
-        "assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler\n"
+        "for package in ('artifacts', 'headwise', 'kernels', 'profiling', 'runtime', 'search'):\n"
+        "    importlib.import_module(package)\n"
+        "    assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler\n"
     )
     subprocess.run(
         [sys.executable, str(script)],

@@ -1,7 +1,7 @@
 """Conformance of resuming: every command with --fresh goes through every test here.
 
-A run is interrupted after a third of its jobs. The next one repeats no finished job, and its result
-is that of a run that nothing interrupts.
+A run is interrupted after some of its jobs. The next one repeats no finished job, and its result is
+that of a run that nothing interrupts. tests/profiling/test_ledger.py kills a process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import artifacts
 from artifacts import HeadwiseError
 from headwise.__main__ import VERBS, main, parser_of
 from profiling.ledger import Ledger
+from tests.sampling import sampled
 from tests.search.conftest import by_head, tiny_model
 
 __all__ = ["by_head", "tiny_model"]
@@ -27,7 +28,7 @@ LIMITS = "--max-kl 99 --max-perplexity 99 --max-nll 99 --max-lost 1"
 RUNS = {
     "search": (
         f"{SMALL} --out OUT/new.yaml --length 512 --budget 0.8 --cost flops --no-picture "
-        f"--samples 1 --task prose {LIMITS}",
+        f"--samples 1 --task passkey {LIMITS}",
         "new.yaml",
     ),
     "search --preset paper": (
@@ -40,7 +41,7 @@ RUNS = {
         "evaluation.json",
     ),
     "filters": (
-        f"CONFIG {SMALL} --out OUT/new.yaml --length 256 --steps 2 --task prose --filters 1 "
+        f"CONFIG {SMALL} --out OUT/new.yaml --length 256 --steps 2 --task passkey --filters 1 "
         "--samples 1 --sparse 0.3",
         "new.yaml",
     ),
@@ -62,6 +63,9 @@ RUNS = {
 }
 # Commands that keep their resume file, so that methods can be added later.
 KEEPS_LEDGER = ("evaluate",)
+# Other settings than those of a command's run; jobs of other commands are named by their inputs.
+OTHER = dict.fromkeys(("search", "search --preset paper", "filters", "kv"), "--seed 1")
+OTHER["stream"] = "--stride 3"
 RESUMABLE = {verb for verb in VERBS if "--fresh" in parser_of(verb)._option_string_actions}
 
 
@@ -126,14 +130,20 @@ def test_resume_every_command_with_fresh_has_a_run():
     assert {words.split()[0] for words in RUNS} == RESUMABLE
 
 
+# A third is within the jobs of the first cache of a stream, which has to be filled again.
+AFTER = [(verb, share) for verb in RUNS for share in (0, 1 / 3, 1)]
+THIRDS = [case for case in AFTER if case[1] == 1 / 3]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", RUNS)
-def test_resume_repeats_no_finished_job_and_finds_the_same(verb, command, puts, tmp_path, capsys):
+@pytest.mark.parametrize(("verb", "share"), sampled(AFTER, *THIRDS))
+def test_resume_repeats_no_finished_job_and_finds_the_same(
+    verb, share, command, puts, tmp_path, capsys
+):
     jobs = puts()
     whole = result(command(verb, "whole"))
-    # Within the jobs of the first cache of a stream, which has to be filled again.
-    limit = max(1, len(jobs) // 3)
-    assert limit < len(jobs)
+    limit = min(max(1, int(share * len(jobs))), len(jobs) - 1)
+    assert limit
     finished = puts(limit)
     with pytest.raises(KeyboardInterrupt):
         command(verb, "resumed")
@@ -148,11 +158,15 @@ def test_resume_repeats_no_finished_job_and_finds_the_same(verb, command, puts, 
 
 
 @pytest.mark.slow
-def test_resume_of_other_settings_is_refused_and_fresh_discards(command, puts, tmp_path):
+@pytest.mark.parametrize("verb", OTHER)
+def test_resume_of_other_settings_is_refused_and_fresh_discards(verb, command, puts):
     puts(1)
     with pytest.raises(KeyboardInterrupt):
-        command("stream", "out")
+        command(verb, "out")
+    other = OTHER[verb].split()
     with pytest.raises(HeadwiseError, match="--fresh"):
-        command("stream", "out", "--stride", "3")
-    puts()
-    command("stream", "out", "--stride", "3", "--fresh")
+        command(verb, "out", *other)
+    finished = puts(1)
+    with pytest.raises(KeyboardInterrupt):
+        command(verb, "out", *other, "--fresh")
+    assert finished

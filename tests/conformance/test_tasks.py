@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +14,8 @@ from profiling.prompts.held_out import GATE_SET, Seen, seeded_prompts, text_of
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import KINDS, Prompt, digest, make_prompts, parse_name, per_context
 from tests.conformance.task_definitions import CUES, INSIDE, NEEDLES, SOLVERS, TEXTS
+from tests.conformance.task_digests import digests
+from tests.processes import Process
 from tests.profiling.conftest import story, tokenizer
 from tests.profiling.prompts.files import LONG, count_overlaps, file_task
 from tests.profiling.tokenizers import byte_level
@@ -25,7 +23,6 @@ from tests.sampling import sampled
 
 __all__ = ["story", "tokenizer"]
 
-ROOT = Path(__file__).parents[2]
 # Parameters with which short prompts of tokenizers that know few words have enough words.
 FEWER = {"cwe": "cwe@words=3,common=4,uncommon=2"}
 # Tasks of whole lines: the error of a prompt that is too short names a length to try.
@@ -173,12 +170,12 @@ LENGTHS = [
     for length in (131_072, 1_048_576)
     if name != "prose" and kind.takes_file != "must"
 ]
-# One task of each file at 128K tokens, and one at 1M.
-LARGE = [(name, 131_072) for name in ("kv_retrieval", "line_turns", "vt", "cwe")]
+# One task of each file.
+LARGE = [("kv_retrieval", 1_048_576), *((name, 131_072) for name in ("line_turns", "vt", "cwe"))]
 
 
-@pytest.mark.parametrize(("name", "length"), sampled(LENGTHS, *LARGE, ("kv_retrieval", 1_048_576)))
-def test_make_prompts_of_a_million_tokens(name, length):
+@pytest.mark.parametrize(("name", "length"), sampled(LENGTHS, *LARGE))
+def test_make_prompts_of_long_lengths(name, length):
     tokenizer = byte_level(bos=True)
     prompt = make_prompts(name, tokenizer, length=length, samples=1, seed=0)[0]
     assert len(prompt.input_ids) == length and prompt.input_ids.count(tokenizer.bos_token_id) == 1
@@ -187,19 +184,12 @@ def test_make_prompts_of_a_million_tokens(name, length):
     assert_evidence_is_in_its_span(prompt, tokenizer)
 
 
-def digests(tasks: list[str]) -> list[str]:
-    tokenizer = byte_level()
-    options: dict[str, Any] = {"length": 2600, "samples": 1, "seed": 5}
-    return [digest(make_prompts(task, tokenizer, **options)) for task in tasks]
-
-
 def test_make_prompts_in_another_process_makes_the_same(story):
     tasks = [*GENERATED, f"passkey:{story}", f"niah_multivalue:{story}", f"text:{story}"]
-    code = f"from {__name__} import digests; print(*digests({tasks!r}))"
     # That process has another seed of hashes.
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    other = subprocess.check_output(command, env=environment, text=True, cwd=ROOT).split()
+    code, printed, complained = Process("tests.conformance.task_digests", *tasks).finish()
+    assert code == 0, complained
+    other = printed.split()
     assert other == digests(tasks) and len(set(other)) == len(tasks)
 
 
@@ -218,31 +208,20 @@ def test_text_spans_of_a_file_task_are_one_window_of_the_file(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", OF_FILES)
-def test_held_out_prompts_of_a_long_file_share_nothing_with_other_sets(kind, tmp_path):
+def test_prompts_of_a_file_are_held_out_or_their_overlaps_are_counted(kind, tmp_path, monkeypatch):
+    """As far as a task has a part in it: tests/profiling/prompts has the lengths of files."""
     tokenizer = byte_level()
-    task = file_task(kind, tmp_path / "a.txt", 30)
-    options = {"length": LONG, "samples": 2}
-    sets = [make_prompts(task, tokenizer, seed=0, **options)]
-    seen = Seen(sets[0])
-    for number in (0, 1, GATE_SET):
-        sets.append(module.held_out([task], tokenizer, seed=0, seen=seen, number=number, **options))
-        seen.add(*sets[-1])
+    task = file_task(kind, tmp_path / "a.txt", 12)
+    options = {"length": LONG, "samples": 1}
+    first = make_prompts(task, tokenizer, seed=0, **options)
+    seen = Seen(first)
+    second = module.held_out([task], tokenizer, seed=0, seen=seen, number=GATE_SET, **options)
+    seen.add(*second)
     result = seeded_prompts(task, tokenizer, seeds=(0, 1), seen=seen, **options)
     assert result.overlapping == 0
-    sets.append(result.prompts)
-    for first, second in combinations(sets, 2):
-        assert count_overlaps(first, second) == 0
-    assert all(count_overlaps([a], [b]) == 0 for a, b in combinations(result.prompts, 2))
-
-
-@pytest.mark.parametrize("kind", OF_FILES)
-def test_seeded_prompts_of_a_short_file_count_all_overlaps(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_ROUNDS", 4)
-    tokenizer = byte_level()
-    task = file_task(kind, tmp_path / "a.txt", 6)
-    seen = make_prompts(task, tokenizer, length=LONG, samples=2, seed=0)
-    options = {"length": LONG, "samples": 2, "seeds": (0, 1)}
-    result = seeded_prompts(task, tokenizer, seen=Seen(seen), **options)
-    assert result.overlapping == count_overlaps(result.prompts, seen)
-    whole = Seen(make_prompts(task, tokenizer, length=LONG, samples=3, seed=3) + seen)
-    assert seeded_prompts(task, tokenizer, seen=whole, **options).overlapping > 0
+    for one, other in combinations((*first, *second, *result.prompts), 2):
+        assert count_overlaps([one], [other]) == 0
+    monkeypatch.setattr(module, "_ROUNDS", 2)
+    known = [*make_prompts(task, tokenizer, length=LONG, samples=3, seed=2), *result.prompts]
+    result = seeded_prompts(task, tokenizer, seeds=(0, 1, 2), seen=Seen(known), **options)
+    assert result.overlapping == count_overlaps(result.prompts, known)

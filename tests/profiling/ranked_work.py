@@ -16,6 +16,7 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts.cli.command import run_command
 from artifacts.files import atomic_write
+from profiling import ranks as launched
 from profiling.ledger import Ledger, Unit
 from profiling.progress import phase
 from profiling.ranks import ranks
@@ -32,7 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bug", help="the unit that divides by zero")
     parser.add_argument("--all-fail", action="store_true", help="every rank finds the same wrong")
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--grace", type=float, help="seconds in which torchrun ends the others")
     options = parser.parse_args(argv)
+    if options.grace:
+        launched._GRACE = options.grace
 
     def work(unit: Unit) -> object:
         with options.out.with_suffix(".log").open("a") as log:

@@ -38,7 +38,7 @@ def test_bench_of_a_wrong_result_prints_no_speed(monkeypatch, capsys):
 
     monkeypatch.setattr(attention_speed, "sparse_attention", slightly_off)
     options = ["--length", "256", "--head-dims", "64", "--repeats", "1"]
-    with pytest.raises(HeadwiseError, match="headwise is wrong: largest error"):
+    with pytest.raises(HeadwiseError, match=r"headwise .*error"):
         main(["bench", *options, "--dtype", "float32"])
     assert "a_shape" not in capsys.readouterr().out
 
@@ -138,7 +138,7 @@ def test_ratio_of_pairs_bounds_equal_the_sign_test(count, low, high):
 
 
 def test_ratio_of_pairs_refuses_unequal_counts():
-    with pytest.raises(HeadwiseError, match="2 and 1 times cannot be paired"):
+    with pytest.raises(HeadwiseError, match="2 and 1"):
         ratio_of_pairs([1.0, 2.0], [1.0])
 
 

@@ -113,8 +113,8 @@ def test_decode_dense_prefill_measures_decode_alone(artifact_file, base, rows):
     uniform = artifact_file("uniform", 0.1, selector="uniform")
     base = base.rpartition(" ")[0]
     for words, reason in (
-        (str(uniform), "--dense-prefill fills a plain cache: an artifact"),
-        (f"{artifact_file('b', 0.1)} --offload packed", "leave --offload away"),
+        (str(uniform), "--dense-prefill"),
+        (f"{artifact_file('b', 0.1)} --offload packed", "--offload"),
     ):
         with pytest.raises(HeadwiseError, match=reason):
             rows(f"{base} --dense-prefill {words}")

@@ -119,11 +119,11 @@ def test_doctor_without_a_model_prints_facts_alone(capsys):
 
 def test_doctor_without_a_model_package_names_the_pip_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(HeadwiseError, match="'gemma3' is not installed: pip install"):
+    with pytest.raises(HeadwiseError, match=r"'gemma3'.*pip install"):
         main(["doctor", "--model", "gemma3"])
 
 
 def test_doctor_refuses_a_model_without_attention_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(HeadwiseError, match="no time of MambaConfig"):
+    with pytest.raises(HeadwiseError, match="MambaConfig"):
         main(["doctor", "--model", str(tmp_path)])

@@ -68,7 +68,7 @@ def test_ledger_put_is_stored_for_the_next_process(out):
         assert put["curves"][0].tobytes() == got["curves"][0].tobytes()
         new = ledger.once(ledger.unit("new"), lambda: (1, 2))
         assert new == ledger.get(ledger.unit("new")) == [1, 2]
-        with pytest.raises(ValueError, match="None is no value"):
+        with pytest.raises(ValueError, match="None"):
             ledger.put(ledger.unit("none"), None)
         ledger.remove()
     with pytest.raises(KeyboardInterrupt), Ledger(out, "heads"):
@@ -154,8 +154,7 @@ def test_ledger_killed_loses_the_job_in_progress_and_its_lock(tmp_path):
             reported = int(line)
             if reported == 10:
                 for fresh in (False, True):
-                    says = "another process is writing it; wait for it or end it"
-                    with pytest.raises(HeadwiseError, match=says):
+                    with pytest.raises(HeadwiseError, match="another process"):
                         Ledger(out, "heads", fresh=fresh)
             if reported == 20:
                 holder.send_signal(signal.SIGKILL)
@@ -164,13 +163,13 @@ def test_ledger_killed_loses_the_job_in_progress_and_its_lock(tmp_path):
         assert all(value is not None for value in values[: reported + 1])
         assert sum(value is not None for value in values) <= reported + 2
         assert not list(ledger.folder.glob("*.tmp")) and not list(ledger.folder.glob(".*"))
-        with pytest.raises(HeadwiseError, match="another process is writing it"):
+        with pytest.raises(HeadwiseError, match="another process"):
             Ledger(out, "heads")
 
 
 def test_ledger_without_a_writable_folder_is_refused(tmp_path):
     (tmp_path / "cfg.yaml.heads.ledger").write_text("a file")
-    with pytest.raises(HeadwiseError, match=r"cannot make the folder .*cfg\.yaml\.heads\.ledger"):
+    with pytest.raises(HeadwiseError, match=r"cfg\.yaml\.heads\.ledger"):
         Ledger(tmp_path / "cfg.yaml", "heads")
-    with pytest.raises(HeadwiseError, match=r"cannot write .*: no such file"):
+    with pytest.raises(HeadwiseError, match="no such file"):
         Ledger(tmp_path / "none" / "cfg.yaml", "heads")

@@ -21,11 +21,9 @@ from profiling.similarities.accumulator import FROZEN, WORST, Accumulator
 from profiling.similarities.config import TAIL, SimilarityConfig
 from profiling.similarities.layer_similarity import measure
 from profiling.similarities.mass import ability, agreement
-from profiling.similarities.run import run
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile
 from profiling.similarities.similarity_profile import load_profile as load
 from tests.profiling.pictures import random_profile
-from tests.tiny_text_model import save_tiny
 
 LENGTH, STEPS, TOP = 980, 20, 100
 SMALL: dict[str, Any] = {"length": 400, "steps": 4}
@@ -186,40 +184,20 @@ def test_similarity_command_writes_a_profile_and_tables(folder, tmp_path):
         np.testing.assert_allclose(read, array, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"top_k": 980}, "--top-k 980 chooses every token of 980"),
-        ({"length": 1020}, "more than the 1024 positions of tiny"),
-        ({"tasks": ()}, "no task given"),
-    ],
-)
-def test_measure_refuses_wrong_settings(loaded, changes, said):
-    with pytest.raises(HeadwiseError, match=said):
-        measure(config("passkey").replace(**changes), loaded)
-
-
-def test_run_refuses_a_model_with_sliding_layers_only(tmp_path):
-    place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
-    with pytest.raises(HeadwiseError, match="no layer of mistral sees every token"):
-        run(config("passkey", model=str(place)), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_load_profile_refuses_other_files(tmp_path):
     file = tmp_path / FILE
-    with pytest.raises(HeadwiseError, match="there is no similarity profile"):
+    with pytest.raises(HeadwiseError, match=str(tmp_path)):
         load(tmp_path)
     file.write_bytes(b"nothing of the sort")
-    with pytest.raises(HeadwiseError, match="is not a similarity profile: "):
+    with pytest.raises(HeadwiseError, match=FILE):
         load(file)
     profile = random_profile(2)
     bare = {name: array for name, array in profile.arrays.items() if name != "mass.passkey.max"}
     longer = profile.arrays | {"variability.passkey": np.zeros((2, 4))}
     for arrays, change, said in (
         (profile.arrays, {"format": 99}, "that this release reads"),
-        (bare, {}, "mass.passkey.max is missing"),
-        (longer, {}, "variability.passkey has the shape"),
+        (bare, {}, "mass.passkey.max"),
+        (longer, {}, "variability.passkey"),
     ):
         save_profile(Profile(arrays=arrays, about=profile.about | change), tmp_path)
         with pytest.raises(HeadwiseError, match=said):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import numpy as np
 import pytest
@@ -30,7 +29,6 @@ from search.model.costs import causal_tiles
 from search.model.limits import Limits
 from search.model.start import serving_backend
 from search.paper import PaperSearch, run, target_tiles
-from tests.processes import Process
 from tests.runtime.tiny import FAMILIES, GEMMA4_SHARED
 from tests.runtime.tiny import tiny_model as tiny_of_family
 from tests.sampling import sampled
@@ -72,28 +70,6 @@ def test_heads_selects_smallest_error_within_budget(by_head):
     assert artifact.search.budget == PAPER["budget"]
     assert artifact.search.spent == pytest.approx(artifact.search.summary.density)
     assert sum(artifact.search.summary.winners.values()) == 18
-
-
-@pytest.mark.slow
-def test_heads_killed_search_resumes_with_the_same_result(by_head, tiny_model, tmp_path, capsys):
-    out = tmp_path / "cfg.yaml"
-    resume = tmp_path / "cfg.yaml.heads.ledger"
-    options = "--preset paper --length 1000 --budget 0.6 --dtype float32 --task passkey"
-    words = ["--model", str(tiny_model), "--out", str(out), *options.split(), "--no-picture"]
-    process = Process("headwise", "search", *words)
-    while len(list(resume.glob("*.unit"))) < 1:
-        assert process.code is None, "finished before it could be killed"
-        time.sleep(0.002)
-    process.kill()
-    finished = len(list(resume.glob("*.unit")))
-    assert not out.exists()
-    if finished == 3:
-        pytest.skip("it finished all layers before the kill reached it")
-    assert (
-        main(["search", *words]) == 0 and f"{finished} jobs are finished" in capsys.readouterr().err
-    )
-    assert artifacts.load(out).content_sha256 == artifacts.load(by_head).content_sha256
-    assert not resume.exists()
 
 
 def searched(model, folder):

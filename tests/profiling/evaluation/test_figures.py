@@ -244,10 +244,6 @@ def test_page_has_the_numbers_of_the_record():
     assert "4.00 times as fast (4.00 to 4.00) as default attention" in first
     assert "0.250 Headwise, 4.00 times" in attention and "12.00 times" in attention
     assert "dense 0.900, Headwise 0.800 of 166 questions, difference -0.100" in accuracy
-    # The band is dense attention's interval, each bar a method's own.
-    assert html.count('class="band" style="left:77.5%;width:17.5%"') == 5
-    bar = 'class="bar" style="left:12.5%;width:17.5%"></span>'
-    assert re.search(rf'{bar}\s*<span class="dot" style="left:25.0%"', html)
     assert re.findall(r'<th scope="col">([^<]*)', html) == ["method", *COLUMNS]
     result = cells(html)
     assert result["headwise"][:7] == VALUES

@@ -85,13 +85,13 @@ def test_paired_difference_equals_newcombes_formula():
 
 def test_intervals_refuse_wrong_arguments():
     for scores in ([], [float("nan")], [1, float("inf")]):
-        with pytest.raises(HeadwiseError, match="at least one score, each a finite number"):
+        with pytest.raises(HeadwiseError, match="finite"):
             mean_interval(scores)
     with pytest.raises(HeadwiseError, match="3 right of 2"):
         wilson(3, 2)
-    with pytest.raises(HeadwiseError, match="2 and 3 prompts cannot be paired"):
+    with pytest.raises(HeadwiseError, match="2 and 3"):
         paired_difference([1, 0], [1, 0, 1])
-    with pytest.raises(HeadwiseError, match="confidence must lie between 0 and 1, got 95"):
+    with pytest.raises(HeadwiseError, match=r"confidence .* 95"):
         wilson(1, 2, confidence=95)
 
 

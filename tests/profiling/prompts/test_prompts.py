@@ -62,7 +62,7 @@ def test_text_windows_of_a_short_text_overlap(tmp_path):
     total = len(tokenizer(file.read_text())["input_ids"])
     prompts = make_prompts(f"text:{file}", tokenizer, length=total - 4, samples=5, seed=0)
     assert len(set(prompts)) == 5
-    with pytest.raises(HeadwiseError, match=f"short.txt is too short: it has {total} tokens"):
+    with pytest.raises(HeadwiseError, match=f"short.txt .* {total} tokens"):
         make_prompts(f"text:{file}", tokenizer, length=total - 4, samples=6, seed=0)
 
 
@@ -91,67 +91,57 @@ def test_make_prompts_of_a_long_text_logs_no_warning(story, caplog):
 
 
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("task", "says"),
     [
-        ("needles", "unknown task 'needles'; known: chain"),
-        ("passkey@", "the parameter '' of the task 'passkey': it takes depth, each once"),
-        ("passkey@hops=2", "the parameter 'hops=2' of the task 'passkey'"),
-        ("passkey@depth=0,depth=1", "the parameter 'depth=1' of the task 'passkey'"),
-        ("passkey@depth=1.5", "must be a number from 0 to 1, got '1.5'"),
-        ("passkey@depth=nan", "must be a number from 0 to 1, got 'nan'"),
-        ("two_stage_retrieval@depth=1", "'two_stage_retrieval': it takes none"),
-        ("kv_retrieval:x", "unknown task 'kv_retrieval:x'"),
-        ("prose:some.txt", "unknown task 'prose:some.txt'"),
-        ("text", "the task 'text' needs a file: text:FILE"),
-        ("passkey:", "the task 'passkey' needs a file"),
-        ("text:no/such.txt", "the file 'no/such.txt' of the task 'text' does not exist"),
-        ("text:.", "the file '.' of the task 'text' is not a file"),
-        ("vt@hops=0", "must be a whole number from 1 to 1000, got '0'"),
-        ("cwe@common=1", "must be a whole number of at least 2, got '1'"),
-        ("fwe@alpha=1", "must be a number from 1.01 to 4, got '1'"),
+        ("needles", "'needles'"),
+        ("passkey@", "parameter ''"),
+        ("passkey@hops=2", "parameter 'hops=2'"),
+        ("passkey@depth=0,depth=1", "parameter 'depth=1'"),
+        ("passkey@depth=1.5", "from 0 to 1, got '1.5'"),
+        ("passkey@depth=nan", "from 0 to 1, got 'nan'"),
+        ("two_stage_retrieval@depth=1", "'depth=1'"),
+        ("kv_retrieval:x", "'kv_retrieval:x'"),
+        ("prose:some.txt", "'prose:some.txt'"),
+        ("text", "text:FILE"),
+        ("passkey:", "passkey:FILE"),
+        ("text:no/such.txt", "'no/such.txt'"),
+        ("text:.", "'.'"),
+        ("vt@hops=0", "from 1 to 1000, got '0'"),
+        ("cwe@common=1", "at least 2, got '1'"),
+        ("fwe@alpha=1", "from 1.01 to 4, got '1'"),
     ],
 )
-def test_parse_task_refuses_other_text(task, said):
-    with pytest.raises(HeadwiseError, match=re.escape(said)):
+def test_parse_task_refuses_other_text(task, says):
+    with pytest.raises(HeadwiseError, match=re.escape(says)):
         parse_task(task)
 
 
 @pytest.mark.parametrize(
-    ("kind", "content", "said"),
+    ("kind", "content", "says"),
     [
         ("text", b" \n ", "bad.file is empty"),
-        ("text", b"few words", "bad.file is too short: it has"),
-        ("passkey", b"few words", "bad.file is too short for passkey at length 500"),
-        ("multi_hop", b"few words", "length 500 is too small for multi_hop"),
-        ("text", b"caf\xe9 au lait", "bad.file is not UTF-8 text: byte 3"),
+        ("text", b"few words", "bad.file is too short"),
+        ("passkey", b"few words", "bad.file is too short"),
+        ("multi_hop", b"few words", "length 500 is too small"),
+        ("text", b"caf\xe9 au lait", "byte 3"),
         ("jsonl", b"\n\n", "bad.file is empty"),
         ("jsonl", b'{"prompt": "x"}\n{"prompt": \n', "bad.file, line 2: not JSON"),
-        ("jsonl", b'{"prompt": "x"}\n\n[1]\n', "bad.file, line 3: not a JSON object: [1]"),
-        ("jsonl", b'{"question": "x"}', "line 1: give one of prompt, text, input, found none"),
+        ("jsonl", b'{"prompt": "x"}\n\n[1]\n', "bad.file, line 3: not a JSON object"),
+        ("jsonl", b'{"question": "x"}', "line 1: give one of prompt, text, input"),
         ("jsonl", b'{"prompt": "x", "text": "y"}', "line 1: give one of prompt, text, input"),
-        ("jsonl", b'{"prompt": 3}', "line 1: prompt must be a string, got 3"),
-        ("jsonl", b'{"prompt": "x", "answer": 3}', "line 1: answer must be a string, got 3"),
+        ("jsonl", b'{"prompt": 3}', "line 1: prompt"),
+        ("jsonl", b'{"prompt": "x", "answer": 3}', "line 1: answer"),
         ("jsonl", b'{"prompt": "\\ud83d"}', "line 1: half of a surrogate pair"),
-        ("jsonl", b'{"prompt": "\\ud83d\\ude00"}', "bad.file has 0 prompts of at least 500"),
+        ("jsonl", b'{"prompt": "\\ud83d\\ude00"}', "0 prompts of at least 500"),
         ("jsonl", b"[" * 100_000, "bad.file, line 1: not"),
     ],
 )
-def test_make_prompts_of_a_wrong_file_names_the_fault(tmp_path, kind, content, said):
+def test_make_prompts_of_a_wrong_file_names_the_fault(tmp_path, kind, content, says):
     file = tmp_path / "bad.file"
     file.write_bytes(content)
-    with pytest.raises(HeadwiseError, match=re.escape(said)) as caught:
+    with pytest.raises(HeadwiseError, match=re.escape(says)) as caught:
         make_prompts(f"{kind}:{file}", byte_level(), length=500, samples=1, seed=0)
     assert "\n" not in str(caught.value) and str(tmp_path) not in str(caught.value)
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes"], indirect=True)
-def test_prose_prompts_are_disjoint(tokenizer):
-    length = 700
-    prompts = make_prompts("prose", tokenizer, length=length, samples=6, seed=3)
-    pieces = [
-        {prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in prompts
-    ]
-    assert all(a.isdisjoint(b) for a, b in itertools.combinations(pieces, 2))
 
 
 def test_digest_depends_on_ids_and_answers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import artifacts
 from artifacts import Finding, HeadwiseError
 from headwise.__main__ import main
 from profiling.inside.head_fidelity import fidelity
-from profiling.ledger import Ledger
 from profiling.models.loading import load_model
 from profiling.pictures.patterns import figure
 from profiling.prompts.held_out import Seen
@@ -29,7 +27,6 @@ from search.model.limits import Limits
 from search.model.losses import context_losses, task_figures
 from search.model.prompts import held_out_prompts, held_out_sets
 from tests.processes import Process
-from tests.sampling import sampled
 from tests.search.model.conftest import (
     LENGTH,
     SMALL,
@@ -41,7 +38,6 @@ from tests.search.model.conftest import (
     options,
 )
 from tests.search.model.made import heads_of
-from tests.tiny_text_model import save_tiny
 
 
 @pytest.fixture
@@ -231,32 +227,6 @@ def test_resumed_search_reuses_timings(tiny_model, out, clock, monkeypatch):
     assert (len(clock.attention), len(clock.prefills)) == (9, 6) and not ledger_of(out).exists()
 
 
-@pytest.mark.parametrize("after", sampled([2, 4, 6], 4))
-def test_search_interrupted_anywhere_resumes_with_the_same_result(
-    small, tiny_model, tmp_path, after, monkeypatch
-):
-    out = tmp_path / "cfg.yaml"
-    put: list[Path] = []
-    limits = [after]
-    real = Ledger.put
-
-    def counted(self: Ledger, unit: Any, value: Any) -> Any:
-        if len(put) in limits:
-            raise KeyboardInterrupt
-        put.append(self.folder / f"{unit.key}.unit")
-        return real(self, unit, value)
-
-    monkeypatch.setattr(Ledger, "put", counted)
-    with pytest.raises(KeyboardInterrupt):
-        main(["search", *options(tiny_model, out, **SMALL)])
-    before = set(put)
-    assert set(ledger_of(out).glob("*.unit")) == before and not out.exists()
-    limits.clear()
-    assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
-    assert not before & set(put[after:]) and content(out) == content(small)
-    assert not ledger_of(out).exists()
-
-
 @pytest.mark.slow
 def test_search_result_is_independent_of_rank_count(small, tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
@@ -338,11 +308,6 @@ def test_search_with_layer_streaming_returns_the_same_result(small, tiny_model, 
         load(1000)
 
 
-def test_fresh_discards_earlier_results(found, tiny_model, out, scored):
-    assert main(["search", *options(tiny_model, out, "--fresh", **SMALL)]) == 0
-    assert len(scored) == 3 and content(out) != content(found)
-
-
 def test_duplicate_tasks_share_one_search(small, tiny_model, tmp_path, scored):
     out = tmp_path / "cfg.yaml"
     words = options(tiny_model, out, **SMALL | {"task": "passkey passkey"})
@@ -362,14 +327,6 @@ def test_search_without_gradients_uses_output_change_and_reports_it(
         artifact.search.gradient_fault or ""
     )
     np.testing.assert_allclose(arrays["chosen.objective"], arrays["chosen.change"], rtol=1e-5)
-
-
-def test_search_of_sliding_window_model_is_rejected(tmp_path):
-    sizes = {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
-    model = save_tiny(tmp_path / "m", family="Gemma3", config="Gemma3Text", **sizes)
-    with pytest.raises(HeadwiseError, match=r"no layer of .* sees every token: nothing to search"):
-        main(["search", *options(model, tmp_path / "cfg.yaml")])
-    assert not list(tmp_path.glob("cfg*"))
 
 
 def test_spendable_budget_exceeds_cheapest_candidates():
