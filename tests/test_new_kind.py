@@ -141,7 +141,7 @@ assert {text.get_text() for text in figure(loaded, None).axes[0].texts} == {"N"}
 # Suites that every kind goes through.
 suites = [
     "tests/test_kinds.py",
-    "tests/kernels/test_index.py::test_tables_contain_every_kind",
+    "tests/kernels/test_patterns.py::test_kinds_are_those_of_the_tables",
     "tests/kernels/test_patterns.py::test_prepared_builder_equals_fresh_builder",
 ]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", *suites]))

@@ -193,7 +193,7 @@ def test_source_archive_builds_the_same_wheel(unpacked, wheel, tmp_path):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_source_archive_passes_its_tests(unpacked):
-    names = ("test_kinds.py", "conformance/test_store.py", "kernels/test_index.py")
+    names = ("test_kinds.py", "conformance/test_store.py", "kernels/test_patterns.py")
     named = [f"tests/{name}" for name in names]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named]

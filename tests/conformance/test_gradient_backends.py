@@ -112,8 +112,19 @@ def gradients(
         return attention_gradients(*tensors, **how(case), backend=backend)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
+# It computes in fp32, whatever it reads.
+SOME = ("length 65", "9 heads on 3", "D 33, E 17", "window 100, soft-cap, 130 of 700", "strided")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (dtype, name)
+        for dtype in TOLERANCES
+        for name in CASES
+        if dtype == torch.float32 or name in SOME
+    ],
+)
 def test_reference_on_any_case_equals_autograd(dtype, name):
     result = gradients(CASES[name], dtype, "reference")
     tensors, right = problem(CASES[name], dtype)

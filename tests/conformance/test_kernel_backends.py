@@ -25,11 +25,11 @@ from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.reference import Decode
 from tests.conformance import attention_cases, builder_cases, decode_cases, extremes, interpreted
 from tests.conformance.attention_cases import check, served
-from tests.kernels.conftest import builder, one_thread, poisoned_memory
+from tests.kernels.conftest import one_thread, poisoned_memory
 from tests.processes import interpret
 from tests.sampling import on_gpu
 
-__all__ = ["builder", "one_thread", "poisoned_memory"]
+__all__ = ["one_thread", "poisoned_memory"]
 
 HOST = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -381,17 +381,6 @@ def test_attention_with_nan_affects_its_head_alone(op, dtype, stored, window, ba
 @pytest.mark.parametrize("op", extremes.OPS)
 def test_extreme_logits_equal_the_reference(op, dtype, factor):
     assert extremes.wrong_where_huge(op, "cpu", 200, factor, dtype) == ""
-
-
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize("name", builder_cases.PAGED)
-@pytest.mark.parametrize("cut", [False, True])
-def test_paged_keys_equal_contiguous_keys(name, cut, monkeypatch):
-    """Read whole, and cut up: keys 128 at a time, little memory for scratch."""
-    if cut:
-        monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 128)
-        monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1})
-    assert not any(builder_cases.differences(builder_cases.PAGED[name], HOST).values())
 
 
 @pytest.mark.parametrize(
