@@ -31,7 +31,7 @@ TESTS = (
     "tests/conformance/test_kernel_backends.py",
     "tests/conformance/test_gradient_backends.py",
 )
-REHEARSED_TESTS = ("-k", "more_keys", "tests/kernels/test_patterns.py")
+REHEARSED_TESTS = ("-k", "scales_sizes", "tests/kernels/test_patterns.py")
 PACKAGES = ("headwise", "torch", "triton", "transformers")
 LENGTHS = (8192, 32_768, 131_072)
 # Environment of a rehearsal's processes.

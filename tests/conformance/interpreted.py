@@ -41,14 +41,15 @@ HALF = (
 # One of each sort that Triton's kernels tell apart, for `make test`.
 KEPT = {
     "attention": (
-        "float16: length 63",
+        "D 300, E 512",
         "65 of 300, listless",
         "tail 70, 130 of 300, 1,2,0",
-        "padded, q of k",
+        "padded, sinks, window, pages",
         "float8_e5m2, D 33, E 17",
         "float16: float8_e4m3fn, pages, q of k, batch 2",
         "skip, lists, columns, 130 of 320, tail",
-        "pairs of tiles, window",
+        "pairs of tiles, tail 70",
+        "pairs of tiles, pages",
         "3 parts, packed, pages, tail",
         "window, freed pages of 64",
     ),
