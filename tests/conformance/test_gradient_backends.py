@@ -104,7 +104,7 @@ def check(
 
 
 def gradients(
-    case: Case, dtype: torch.dtype, backend: str, *, number: int = 2, device: torch.device = HOST
+    case: Case, dtype: torch.dtype, backend: str, *, number: int = 1, device: torch.device = HOST
 ) -> tuple[Tensor, ...]:
     """Gradients of a case by a backend, with a number of threads."""
     tensors, _ = problem(case, dtype, device)

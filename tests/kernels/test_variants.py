@@ -117,7 +117,7 @@ def test_emulated_tiles_pass():
     printed = conform(
         "-DHEADWISE_EMULATE_TILES",
         "amx or not (float or dot)",
-        (*SUITE, "kernels/test_patterns.py"),
+        (*SUITE, "conformance/test_builders.py"),
     )
     # Decoding a few queries uses a separate engine.
     assert len(re.findall("no engine 'amx'", printed)) <= 1
