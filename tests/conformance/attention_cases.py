@@ -161,12 +161,12 @@ _FORMS = {
     },
     **{
         f"pairs of tiles, tail {tail}": square(
-            300, heads=2, index="random:5,0,90", dense_tail=tail, config=_config(2, 128)
+            300, heads=2, index="random:2,0,90", dense_tail=tail, config=_config(2, 128)
         )
         for tail in (70, 130)
     },
     "pairs of tiles, pages": last(
-        260, 300, heads=2, index="random:4,0,0", page=64, config=_config(2, 128)
+        260, 300, heads=2, index="random:5,0,0", page=64, config=_config(2, 128)
     ),
     "pairs of tiles, window": square(
         330, heads=2, index="random:4,0,90", window=200, config=_config(2, 128)
