@@ -1,6 +1,6 @@
 """Large sets of cases: `make test` runs some of them, `make test-all` all.
 
-Of the cases that need a GPU some are marked `core`: `make gpu` runs them before it times anything.
+Cases that need a GPU are marked `gpu`, and some of them `core`: `make gpu` runs these first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ def sampled(cases: Iterable[Any], *kept: Any) -> list[Any]:
     return [case if case in kept else _marked(case, *marks) for case in _all(cases, kept)]
 
 
-def core(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """The cases as parameters of a test, the `kept` ones marked `core`; ValueError where one is
-    none of the cases."""
-    return [_marked(case, pytest.mark.core) if case in kept else case for case in _all(cases, kept)]
+def on_gpu(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """The cases as parameters of a test, all marked `gpu`, the `kept` ones also `core`.
+
+    Raises ValueError if a kept one is none of the cases.
+    """
+    core = pytest.mark.gpu, pytest.mark.core
+    return [_marked(case, *core[: 1 + (case in kept)]) for case in _all(cases, kept)]
 
 
 def _all(cases: Iterable[Any], kept: tuple[Any, ...]) -> list[Any]:

@@ -92,7 +92,7 @@ from search.model.rows import as_artifact_pattern
 from search.model.timed_costs import _some_of_each_kind
 from tests import test_kinds
 from tests.artifacts.conftest import build
-from tests.kernels import test_index, test_patterns
+from tests.kernels import test_patterns
 from tests.tiny_text_model import save_tiny
 
 here = Path(__file__).parent
@@ -147,7 +147,7 @@ assert {text.get_text() for text in figure(loaded, None).axes[0].texts} == {"N"}
 # Tests that every kind goes through.
 test_kinds.test_kinds_have_the_same_sizes_and_defaults_in_both_packages()
 test_kinds.test_kinds_have_distinct_colors_and_letters()
-test_index.test_tables_contain_every_kind()
+test_patterns.test_kinds_are_those_of_the_tables()
 test_patterns.test_prepared_builder_equals_fresh_builder()
 """
 

@@ -26,8 +26,12 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("device", "kernels", "tests", "search", "attention", "decode", "model")
-TESTS = ("-m", "gpu and core", "tests/kernels/test_gpu.py", "tests/kernels/test_gpu_decode.py")
-REHEARSED_TESTS = ("-k", "growth", "tests/kernels/test_growth.py")
+TESTS = (
+    *("-m", "gpu and core", "tests/kernels/test_gpu.py"),
+    "tests/conformance/test_kernel_backends.py",
+    "tests/conformance/test_gradient_backends.py",
+)
+REHEARSED_TESTS = ("-k", "scales_sizes", "tests/kernels/test_patterns.py")
 PACKAGES = ("headwise", "torch", "triton", "transformers")
 LENGTHS = (8192, 32_768, 131_072)
 # Environment of a rehearsal's processes.

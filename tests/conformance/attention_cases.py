@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention import AttentionCall, attend
 from kernels.attention import triton as backend
-from kernels.attention.triton_launch import TileConfig
+from kernels.attention.triton_launch import TileConfig, architecture, precision_of_float32
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, lists, num_rows, num_tiles
 from kernels.joining import concat_sequences
 from kernels.patterns import LayerPlan, make
@@ -161,12 +161,12 @@ _FORMS = {
     },
     **{
         f"pairs of tiles, tail {tail}": square(
-            300, heads=2, index="random:5,0,90", dense_tail=tail, config=_config(2, 128)
+            300, heads=2, index="random:2,0,90", dense_tail=tail, config=_config(2, 128)
         )
         for tail in (70, 130)
     },
     "pairs of tiles, pages": last(
-        260, 300, heads=2, index="random:4,0,0", page=64, config=_config(2, 128)
+        260, 300, heads=2, index="random:5,0,0", page=64, config=_config(2, 128)
     ),
     "pairs of tiles, window": square(
         330, heads=2, index="random:4,0,90", window=200, config=_config(2, 128)
@@ -318,6 +318,37 @@ LONG = {
     ),
 }
 CASES = SMALL | LONG
+# Builds of every head dim, with lists of tiles and without, on more keys than a step has.
+_WIDE = {"heads": 4, "kv_heads": 2, "head_dim": 128, "v_dim": 128}
+_PADDED = partial(padded, 2000, 30, 1025, 64, queries=1500, **_WIDE)
+_PACKED = partial(packed, (1000, 2000), (1, 900), (64, 64), (700, 700), (1, 1), **_WIDE)
+ON_GPU = {
+    **{
+        f"D {d}, {kind}": square(500, heads=4, kv_heads=2, head_dim=d, v_dim=d, index=kind)
+        for d in (64, 80, 96, 128, 192, 256)
+        for kind in ("layer", "listless")
+    },
+    "32 heads on 8, D 128": square(1000, heads=32, kv_heads=8, head_dim=128, v_dim=128),
+    "thirty diagonals": square(4000, heads=4, index="random:30,0,700"),
+    "all three sorts, D 128": square(2000, index="random:5,5,400", **_WIDE),
+    **{
+        f"{name}, {kind}": case(index=kind, page=page)
+        for kind in ("layer", "listless")
+        for name, case, page in (
+            ("padded", _PADDED, None),
+            ("packed", _PACKED, None),
+            ("padded, pages of 64", _PADDED, 64),
+            ("packed, pages of 16", _PACKED, 16),
+        )
+    },
+    **{
+        f"{name}, everything, {kind}": case(
+            index=kind, window=512, dense_tail=64, softcap=30.0, sinks=True, page=16, has_out=True
+        )
+        for kind in ("layer", "listless")
+        for name, case in (("padded", _PADDED), ("packed", _PACKED))
+    },
+}
 
 # Largest absolute and relative L2 error of standard normal inputs: one rounding of the output, and
 # of the probabilities in 16 bits.
@@ -399,13 +430,21 @@ def served(
     return out, lse
 
 
+def by_triton(case: Case, device: torch.device) -> Callable[[AttentionCall], Any]:
+    """The op by its name, or in the build and the parts that the case asks for."""
+    config = case.config
+    if config is not None and case.dtype == torch.float32:
+        precision = precision_of_float32(architecture(device), case.head_dim)
+        config = replace(config, precision=precision)
+    if config is not None or case.splits is not None:
+        return partial(backend.run, config=config, splits=case.splits)
+    return partial(attend, backend="triton")
+
+
 def run(case: Case, device: torch.device) -> tuple[float, float]:
     """Largest errors of Triton's out and lse; infinite where nothing was written."""
     inputs = problem(case, device)
-    op = partial(attend, backend="triton")
-    if case.config is not None or case.splits is not None:
-        op = partial(backend.run, config=case.config, splits=case.splits)
-    out, lse = served(case, inputs, op)
+    out, lse = served(case, inputs, by_triton(case, device))
     return float(difference(out, inputs.out).max()), float(difference(lse, inputs.lse).max())
 
 

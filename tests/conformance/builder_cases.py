@@ -92,6 +92,37 @@ ESTIMATES = {
 }
 
 
+ON_GPU = {
+    "estimate of 128K tokens": Estimate(
+        q_len=2000,
+        k_len=131_072,
+        heads=(0, 1, 2, 3),
+        last_q=(64,) * 4,
+        head_dim=128,
+        dtype=torch.bfloat16,
+    ),
+    "estimate of 1000 queries": Estimate(
+        q_len=3000,
+        k_len=3000,
+        heads=(0, 1, 3),
+        last_q=(1000, 64, 700),
+        kv_heads=4,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        transposed=True,
+    ),
+    "estimate in a window, D 256": Estimate(
+        q_len=500,
+        k_len=20_000,
+        heads=(0, 1, 2),
+        last_q=(64, 128, 64),
+        window=1000,
+        head_dim=256,
+        dtype=torch.bfloat16,
+    ),
+}
+
+
 def estimate_error(case: Estimate, device: torch.device, backend: str = "triton") -> float:
     """The largest absolute error of both masses against torch's of the same inputs in fp32."""
     torch.manual_seed(0)
@@ -417,16 +448,24 @@ def tables_error(case: tuple[int, int | None], device: torch.device) -> float:
 
 
 SORTS = (
-    (ESTIMATES, estimate_error),
-    (MEANS, means_error),
-    (CHOICES, choice_error),
-    (PAGED, paged_error),
-    (LAYERS, layer_error),
-    (TABLES, tables_error),
+    (ESTIMATES | ON_GPU, estimate_error, ERROR),
+    (MEANS, means_error, ERROR),
+    (CHOICES, choice_error, 0.5),
+    (PAGED, paged_error, 0.5),
+    (LAYERS, layer_error, 0.5),
+    (TABLES, tables_error, 0.5),
 )
+CASES = {
+    name: (case, of_sort, allowed)
+    for cases, of_sort, allowed in SORTS
+    for name, case in cases.items()
+}
 
 
 def error(name: str, device: torch.device) -> float:
-    """The error of Triton's kernels in a case of any sort; counts must be 0."""
-    ((case, of_sort),) = ((cases[name], of_sort) for cases, of_sort in SORTS if name in cases)
-    return of_sort(case, device)
+    """The error of Triton's kernels in a case of any sort, in units of what is allowed."""
+    case, of_sort, allowed = CASES[name]
+    if device.type == "cuda" and of_sort is estimate_error:
+        # Of exponentials that are approximate there.
+        allowed *= 10
+    return of_sort(case, device) / allowed

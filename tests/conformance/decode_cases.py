@@ -147,6 +147,10 @@ LONG_PROMPTS = {
     "600 of 1201": Case(q_len=600, k_len=1201, heads=2, kv_heads=2, batch=2, head_dim=80, v_dim=80)
 }
 CASES = SMALL | LARGE | PROMPTS | LONG_PROMPTS
+ON_GPU = {
+    f"20000 keys, D {dim}": Case(k_len=20_000, heads=8, kv_heads=2, head_dim=dim, v_dim=dim)
+    for dim in (64, 80, 96, 128, 256)
+}
 
 # Largest absolute error of standard normal inputs: out, log-sum-exp, and scores for each query row
 # of a KV head.

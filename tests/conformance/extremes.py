@@ -64,12 +64,12 @@ def call(
     torch.manual_seed(0)
     q = torch.randn(batch, 4, q_len, 32).to(dtype)
     k, v = (torch.randn(batch, 2, k_len, 32).to(dtype) for _ in range(2))
-    index = PLAN.build(q, k, window=window)
-    if form == "no lists":
-        index = replace(index, **no_lists(batch, 4, index.num_rows, device=q.device))
     distance = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)
     seen = (distance >= 0).expand(batch, 4, -1, -1)
     if op == "attention":
+        index = PLAN.build(q, k, window=window)
+        if form == "no lists":
+            index = replace(index, **no_lists(batch, 4, index.num_rows, device=q.device))
         seen = index.to_mask()
     elif op == "decode" and window is not None:
         seen = seen & (distance < window)

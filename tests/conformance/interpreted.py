@@ -41,15 +41,15 @@ HALF = (
 # One of each sort that Triton's kernels tell apart, for `make test`.
 KEPT = {
     "attention": (
-        "float16: length 63",
+        "D 300, E 512",
         "65 of 300, listless",
-        "D 33, E 17",
         "tail 70, 130 of 300, 1,2,0",
-        "padded, q of k",
+        "padded, sinks, window, pages",
         "float8_e5m2, D 33, E 17",
         "float16: float8_e4m3fn, pages, q of k, batch 2",
         "skip, lists, columns, 130 of 320, tail",
-        "pairs of tiles, window",
+        "pairs of tiles, tail 70",
+        "pairs of tiles, pages",
         "3 parts, packed, pages, tail",
         "window, freed pages of 64",
     ),
@@ -118,11 +118,8 @@ def decode(name: str) -> float:
 
 
 def builders(name: str) -> float:
-    """The largest error; counts must be 0."""
-    allowed = 0.5
-    if name in (builder_cases.ESTIMATES | builder_cases.MEANS):
-        allowed = builder_cases.ERROR
-    return builder_cases.error(name, HOST) / allowed
+    """The largest error, or the number of wrong entries."""
+    return builder_cases.error(name, HOST)
 
 
 def faults_of_extremes() -> Iterator[str]:
@@ -131,9 +128,7 @@ def faults_of_extremes() -> Iterator[str]:
     # A key that every query tile may see, and one that only the last does.
     plain = extremes.call("attention", "triton", form="no lists", **sizes)
     yield from extremes.reached(plain, ("value", 100, NAN), ("query", 35, NAN))
-    cut = extremes.call(
-        "attention", "triton", form="parts", window=70, q_len=10, k_len=140, batch=1
-    )
+    cut = extremes.call("attention", "triton", form="parts", window=70, q_len=3, k_len=140, batch=1)
     yield from extremes.reached(cut, ("value", 139, -INF), ("key", 100, NAN))
     step = extremes.call("decode", "triton", q_len=6, k_len=140, batch=1)
     yield from extremes.reached(step, ("value", 137, NAN), ("key", 137, NAN))

@@ -1,4 +1,4 @@
-"""Conformance of kernel backends: every backend and CPU engine, every case, against the reference.
+"""Conformance of kernel backends: every backend, CPU engine and device against the reference.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,19 +16,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import registry
 from kernels.attention import AttentionCall, attend, cpu
+from kernels.call import Operands
 from kernels.decode import Decoded, decode_attention
 from kernels.decode import cpu as decode_cpu
 from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.reference import Decode
 from tests.conformance import attention_cases, builder_cases, decode_cases, extremes, interpreted
 from tests.conformance.attention_cases import check, served
-from tests.kernels.conftest import builder, one_thread, poisoned_memory
+from tests.kernels.conftest import one_thread, poisoned_memory
 from tests.processes import interpret
+from tests.sampling import on_gpu
 
-__all__ = ["builder", "one_thread", "poisoned_memory"]
+__all__ = ["one_thread", "poisoned_memory"]
 
 HOST = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 # Served cases, by the dtype of the queries.
 ENGINES = {
     torch.float32: ["float"],
@@ -51,6 +56,18 @@ def runs(
             if some:
                 result.append((dtype, "reference", name))
     return result
+
+
+def by_triton(cases: dict[str, Any], *kept: str) -> list[Any]:
+    """Every case in every number format by Triton on a GPU; `make gpu` runs those kept."""
+    every = itertools.product(ENGINES, ["triton"], cases)
+    return on_gpu(every, *((torch.bfloat16, "triton", name) for name in kept))
+
+
+def skip_on_this_gpu(op: str, call: tuple[Tensor, ...]) -> None:
+    """Skip heads that are too wide for the GPU, and keys of 8 bits that it does not read."""
+    if reason := registry.implementation(op, "triton").supports(Operands(*call)):
+        pytest.skip(reason)
 
 
 def skip_without(server: str, engines: list[str]) -> str:
@@ -102,28 +119,44 @@ def threads(number: int) -> Iterator[None]:
 
 
 def attention_op(
-    server: str, dtype: torch.dtype
+    server: str, case: attention_cases.Case
 ) -> Callable[[AttentionCall], tuple[Tensor, Tensor]]:
     """Attention of a backend's engine, "cpu dot", or of a backend."""
-    engine = skip_without(server, cpu.engines(dtype))
+    if server == "triton":
+        return attention_cases.by_triton(case, GPU)
+    engine = skip_without(server, cpu.engines(case.dtype))
     if engine:
         return functools.partial(cpu.run, engine=engine)
     return functools.partial(attend, backend=server)
 
 
-problem = functools.cache(attention_cases.problem)
+# Servers of a case follow each other.
+problem = functools.lru_cache(maxsize=32)(attention_cases.problem)
+ATTENTION = attention_cases.CASES | attention_cases.ON_GPU
 
 
 @pytest.mark.parametrize(
     ("dtype", "server", "name"),
-    runs(attention_cases.CASES, ENGINES),
+    [
+        *runs(attention_cases.CASES, ENGINES),
+        *by_triton(
+            ATTENTION,
+            *(n for n in interpreted.KEPT["attention"] if n in attention_cases.SMALL),
+            *(f"D {dim}, {kind}" for dim in (128, 256) for kind in ("layer", "listless")),
+            "32 heads on 8, D 128",
+            "padded, pages of 64, layer",
+            "packed, pages of 16, listless",
+        ),
+    ],
     ids=lambda part: str(part).removeprefix("torch."),
 )
 def test_attention_backend_equals_the_reference(dtype, server, name):
-    op = attention_op(server, dtype)
-    case = replace(attention_cases.CASES[name], dtype=dtype)
-    inputs = problem(case, HOST)
-    with threads(2):
+    case = replace(ATTENTION[name], dtype=dtype)
+    op = attention_op(server, case)
+    inputs = problem(case, GPU if server == "triton" else HOST)
+    if server == "triton":
+        skip_on_this_gpu("attention", inputs[:3])
+    with threads(1 + (name in attention_cases.LONG)):
         out, lse = served(case, inputs, op)
     check(out, inputs.out, "out", dtype)
     check(lse, inputs.lse, "lse", dtype)
@@ -199,6 +232,8 @@ def without_skipped(index: SparseIndex, mask: Tensor, logits: Tensor) -> tuple[T
 def decode_op(server: str, case: decode_cases.Case) -> Callable[..., Decoded]:
     """Decode of a backend's engine, "cpu dot", or of a backend."""
     of_prompts = case.q_len > decode_cases.MAX_QUERIES
+    if server == "triton":
+        return decode_cases.by_triton(case)
     engines = (cpu if of_prompts else decode_cpu).engines(case.dtype)
     engine = skip_without(server, engines)
     if engine:
@@ -210,17 +245,33 @@ STEPS = decode_cases.SMALL | decode_cases.LARGE
 PROMPTS = decode_cases.PROMPTS | decode_cases.LONG_PROMPTS
 
 
+DECODE = decode_cases.CASES | decode_cases.ON_GPU
+
+
 @pytest.mark.parametrize(
     ("dtype", "server", "name"),
-    [*runs(STEPS, DECODE_ENGINES), *runs(PROMPTS, ENGINES)],
+    [
+        *runs(STEPS, DECODE_ENGINES),
+        *runs(PROMPTS, ENGINES),
+        *by_triton(
+            DECODE,
+            *(n for n in interpreted.KEPT["decode"] if n in decode_cases.SMALL),
+            *("D 128", "D 256", "16 queries", "pages of 64, window", "sinks"),
+            *("4097 keys, 32 heads on 8", "4097 keys in pages", "200 of 201", "prompt, D 256"),
+        ),
+    ],
     ids=lambda part: str(part).removeprefix("torch."),
 )
 def test_decode_backend_equals_the_reference(dtype, server, name):
-    case = replace(decode_cases.CASES[name], dtype=dtype)
+    case = replace(DECODE[name], dtype=dtype)
     op = decode_op(server, case)
+    device = HOST
+    if server == "triton":
+        device = GPU
+        skip_on_this_gpu("decode", decode_cases.problem(case, GPU)[0])
     for kind in case.kinds:
-        with threads(2):
-            errors = decode_cases.run(case, HOST, op, kind)
+        with threads(1 + (case.k_len > 1000)):
+            errors = decode_cases.run(case, device, op, kind)
         assert decode_cases.close(errors, dtype), (kind, errors)
 
 
@@ -266,10 +317,10 @@ SERVERS = [(dtype, f"cpu {engine}") for dtype, engines in ENGINES.items() for en
 
 
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
-@pytest.mark.parametrize("name", ["length 1000", "tail, 65 of 4100"])
+@pytest.mark.parametrize("name", ["length 1000", "tail, 65 of 4100", "padded, q of k", "1 of 65"])
 def test_attention_for_any_number_of_threads_gives_the_same_bits(dtype, server, name):
-    op = attention_op(server, dtype)
     case = replace(attention_cases.CASES[name], dtype=dtype)
+    op = attention_op(server, case)
     inputs = problem(case, HOST)
     results = []
     for number in (1, 2, 2, 3):
@@ -280,7 +331,9 @@ def test_attention_for_any_number_of_threads_gives_the_same_bits(dtype, server, 
 
 
 @pytest.mark.parametrize("dtype", DECODE_ENGINES, ids=str)
-@pytest.mark.parametrize("name", ["2048 of 4097 keys", "ends far apart", "600 of 1201"])
+@pytest.mark.parametrize(
+    "name", ["2048 of 4097 keys", "ends far apart", "starts and ends", "600 of 1201"]
+)
 def test_decode_for_any_number_of_threads_gives_the_same_bits(dtype, name):
     case = replace(decode_cases.CASES[name], dtype=dtype)
     qkv, rest, _ = decode_cases.problem(case, HOST)
@@ -332,12 +385,19 @@ def test_extreme_logits_equal_the_reference(op, dtype, factor):
     assert extremes.wrong_where_huge(op, "cpu", 200, factor, dtype) == ""
 
 
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize("name", builder_cases.PAGED)
-@pytest.mark.parametrize("cut", [False, True])
-def test_paged_keys_equal_contiguous_keys(name, cut, monkeypatch):
-    """Read whole, and cut up: keys 128 at a time, little memory for scratch."""
-    if cut:
-        monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 128)
-        monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1})
-    assert not any(builder_cases.differences(builder_cases.PAGED[name], HOST).values())
+@pytest.mark.parametrize(
+    "name",
+    on_gpu(
+        builder_cases.CASES,
+        "estimate of a layer",
+        "estimate of 128K tokens",
+        "choice of 130",
+        "choice of 70000",
+        "means, 5 missing, D 80, batch 2",
+        "pages: 64 of 450, pages of 128",
+        "layer: 130 of 300, batch 1, window None, unlike",
+        "tables, 2 query tiles, window 300",
+    ),
+)
+def test_builder_on_a_gpu_equals_the_reference(name):
+    assert builder_cases.error(name, GPU) <= 1

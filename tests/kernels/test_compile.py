@@ -1,4 +1,4 @@
-"""Triton's kernels compile for every target: no spills, shared memory that fits."""
+"""Triton's kernels compile for every target: hardly a spill, shared memory that fits."""
 
 from __future__ import annotations
 
@@ -83,8 +83,6 @@ BUILDS = [
     ("sm_90", 64, "a serving engine, fp8", torch.float32),
     ("sm_90", (192, 128), PAIRED, HALF),
 ]
-# An NVIDIA and an AMD GPU, on one of them the build with the most in it.
-KEPT = [("sm_90", 64, PAIRED, HALF), ("gfx942", 128, SERVING, HALF)]
 
 
 def sized(case: Any, dim: int | tuple[int, int], dtype: torch.dtype) -> Any:
@@ -102,7 +100,9 @@ def launched(target: str, case: attention_cases.Case) -> list[KernelCall]:
     return calls
 
 
-@pytest.mark.parametrize(("target", "dim", "variant", "dtype"), sampled(BUILDS, *KEPT))
+@pytest.mark.parametrize(
+    ("target", "dim", "variant", "dtype"), sampled(BUILDS, ("sm_90", 64, PAIRED, HALF))
+)
 def test_attention(target, dim, variant, dtype):
     case = sized(VARIANTS[variant], dim, dtype)
     assert compiled(launched(target, case)[1], target).fault(target, dtype) is None
@@ -158,24 +158,28 @@ def of_builders(
         ("sm_90", 80, 9, 128),
     ),
 )
-def test_builders(target, dim, window, page):
+def test_estimate(target, dim, window, page):
     calls = of_builders(target, dim, window, page)
+    assert len(calls) == 4
     for name in ("normalisers_kernel", "masses_kernel"):
-        for call in calls.pop(name):
+        for call in calls[name]:
             assert compiled(call, target).fault(target, HALF) is None, name
-    assert calls.keys() == {"means_kernel", "select_kernel"}
-    for name, some in calls.items():
-        for call in some:
-            assert compiled(call, target).excess(target, HALF) is None, name
 
 
 @pytest.mark.parametrize(
-    ("target", "dim"),
-    sampled([(target, dim) for target in TARGETS for dim in (64, 80, 256)], ("gfx942", 256)),
+    ("target", "kernel", "dim", "page"),
+    sampled(
+        [
+            *((target, "select_kernel", 64, None) for target in TARGETS),
+            *((target, "means_kernel", dim, None) for target in TARGETS for dim in (64, 80, 256)),
+            *((target, "means_kernel", 128, page) for target in TARGETS for page in (16, 64)),
+        ],
+        ("gfx942", "means_kernel", 256, None),
+    ),
 )
-def test_means_of_tiles(target, dim):
-    for call in of_builders(target, dim, None, None)["means_kernel"]:
-        assert compiled(call, target).excess(target, HALF) is None, call.kernel
+def test_selection(target, kernel, dim, page):
+    for call in of_builders(target, dim, None, page)[kernel]:
+        assert compiled(call, target).excess(target, HALF) is None
 
 
 @pytest.mark.parametrize("target", sampled(list(TARGETS), "sm_90"))
@@ -237,10 +241,9 @@ def test_decode(target, dim, name, dtype):
     if name.startswith("a prompt"):
         assert compiled(calls[-1], target).fault(target, dtype) is None
         return
-    # Four words spilled are the compiler's choice.
     builds = {call.kernel: compiled(call, target) for call in calls}
     for kernel, build in builds.items():
-        assert build.excess(target, dtype, spilled=16) is None, kernel
+        assert build.excess(target, dtype) is None, kernel
     split = builds["split_kernel"]
     units = ("mma.sync", "wgmma", "tcgen05.mma", "v_mfma")
     assert dtype == torch.float32 or any(unit in split.assembly for unit in units)

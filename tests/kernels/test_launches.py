@@ -116,7 +116,7 @@ def scored(length: int) -> list[Counts]:
 
 
 CHOSEN = torch.arange(64, dtype=torch.int32).expand(1, 2, 64).contiguous()
-# Launches of ours and torch's operations around them: no more than there are now.
+# Launches of ours and torch's operations around them.
 CALLS = {
     "prefill": (partial(prefill, patterns=UNLIKE), [(8, 1)] * 2),
     "prefill, window": (partial(prefill, patterns=UNLIKE, window=100), [(8, 2)] * 2),
@@ -135,7 +135,7 @@ def test_call_launches_few_kernels_without_waits_or_square_buffers(name):
     shorter, longer = call(128), call(320)
     for short, long, (ours, others) in zip(shorter, longer, bars, strict=True):
         for counts in (short, long):
-            assert len(counts.ours) <= ours and counts.torch <= others, counts
+            assert (len(counts.ours), counts.torch) == (ours, others), counts
             assert counts.waits == [], counts
         assert long.largest <= short.largest * 320 // 128
         assert long.ours == short.ours
@@ -145,17 +145,6 @@ def test_call_launches_few_kernels_without_waits_or_square_buffers(name):
     if name == "prompt, scores":
         kernels = ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"]
         assert shorter[0].ours == kernels
-
-
-def test_counter_counts_waits_and_allocations():
-    with counting() as counts:
-        x = torch.zeros(100)
-        x.view(10, 10).T.add_(1)
-        torch.empty(1000)
-        float(x[0])
-    assert counts.waits == ["_local_scalar_dense"] and counts.ours == []
-    # zeros, add and the read; views and memory that nobody writes to launch nothing.
-    assert counts.torch == 3 and counts.largest == 4000
 
 
 @pytest.mark.usefixtures("builder")

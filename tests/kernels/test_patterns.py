@@ -1,294 +1,28 @@
-"""Patterns that choose by queries and keys, against the plainest form of their definition."""
+"""Patterns, plans and indices: sizes, growth with the length, and refusals.
+
+What they select is compared in tests/conformance/test_builders.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.index import PAD, TILE
-from kernels.patterns import (
-    KINDS,
-    Inputs,
-    LayerPlan,
-    block_sparse,
-    make,
-)
-from kernels.patterns.last_queries import estimate
-from kernels.topk import top_k_indices
+from kernels.index import PAD, lists
+from kernels.patterns import KINDS, Inputs, LayerPlan, Pattern, make
+from kernels.ragged import Ragged
 from tests.kernels.kinds import KINDS_DRAWN, LAYER
 
-LENGTHS = [(1, 1), (63, 63), (1000, 1000), (1, 300), (200, 450)]
+
+def problem(q_len: int, k_len: int, heads: int = 4) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(q_len + k_len)
+    return torch.randn(1, heads, q_len, 16), torch.randn(1, 2, k_len, 16)
 
 
-def problem(q_len: int, k_len: int, *, heads: int = 4) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(q_len * 1000 + k_len)
-    return torch.randn(2, heads, q_len, 16) * 2, torch.randn(2, 2, k_len, 16)
-
-
-def kept(entries: Tensor) -> set[int]:
-    return {int(i) for i in entries if i != PAD}
-
-
-def smallest(mass: Sequence[float], share: float | None, size: int, forced: int) -> set[int]:
-    """Select forced entries, then the heaviest, until the coverage or the size is reached.
-
-    A coverage of 1.0 needs every entry with nonzero mass.
-    """
-    rest = sorted(range(min(forced, len(mass)), len(mass)), key=lambda i: (-mass[i], i))
-    order = [*range(min(forced, len(mass))), *rest]
-    selected = []
-    for place in order[:size]:
-        enough = (
-            share is not None and share < 1 and sum(mass[i] for i in selected) >= share * sum(mass)
-        )
-        if place >= forced and (enough or (share is not None and mass[place] == 0)):
-            break
-        selected.append(place)
-    return set(selected)
-
-
-def masses(
-    q: Tensor, k: Tensor, last: int, window: int | None, scale: float = 0.25
-) -> tuple[Tensor, Tensor]:
-    """Mass by column and by distance from the last queries, (B, H, K) fp64."""
-    keys, k_len = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1), k.shape[2]
-    last = min(last, q.shape[2])
-    distance = torch.arange(k_len - last, k_len)[:, None] - torch.arange(k_len)
-    logits = q[:, :, -last:].double() @ keys.transpose(2, 3) * scale
-    unseen = (distance < 0) | (distance >= (window or k_len))
-    weights = logits.masked_fill(unseen, float("-inf")).softmax(-1)
-    slash = torch.zeros(*weights.shape[:2], k_len, dtype=torch.float64)
-    slash.scatter_add_(
-        2, distance.clamp_min(0).flatten().expand(*weights.shape[:2], -1), weights.flatten(2)
-    )
-    return weights.sum(2), slash
-
-
-def csr_offsets(distances: set[int], k_len: int) -> set[int]:
-    """Tile diagonals in which these distances lie, two for each that is no whole number of them."""
-    offsets = {offset for s in distances for offset in (s // TILE, -(-s // TILE))}
-    return {offset for offset in offsets if offset < -(-k_len // TILE)}
-
-
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize(
-    ("q_len", "k_len", "window"),
-    [
-        *((*lengths, None) for lengths in LENGTHS),
-        (65, 65, 1),
-        (63, 257, 65),
-        (200, 450, 130),
-        (200, 450, 10_000),
-    ],
-)
-@pytest.mark.parametrize("share", [None, 0.5, 1.0])
-@pytest.mark.parametrize(
-    ("vertical", "slash", "last_q"), [(1, 1, 64), (100, 90, 20), (9999, 9999, 20)]
-)
-def test_vertical_slash_selects_fewest_for_coverage(
-    q_len, k_len, window, share, vertical, slash, last_q
-):
-    """Keys outside the window have no mass; if no others remain, the first are selected."""
-    q, k = problem(q_len, k_len)
-    head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q, coverage=share)
-    index = LayerPlan([head] * 4, 2).build(q, k, window=window)
-    index.validate()
-    by_column, by_distance = masses(q, k, last_q, window)
-    for b in range(2):
-        for h in range(4):
-            columns = smallest(by_column[b, h].tolist(), share, max(vertical, TILE), TILE)
-            assert kept(index.columns[b, h]) == columns
-            distances = smallest(by_distance[b, h].tolist(), share, max(slash, TILE), TILE)
-            assert kept(index.diagonals[b, h]) == csr_offsets(distances, k_len)
-
-
-def tile_masses(q: Tensor, k: Tensor, reach: int) -> dict[int, dict[int, float]]:
-    """Of one head, by query tile, the mass of each key tile; q (Q, D), k (K, D).
-
-    The mean query attends to the mean keys up to its own, in tiles within reach."""
-    offset = len(k) - len(q)
-    keys = torch.stack([part.double().mean(0) for part in k.split(TILE)])
-    result = {}
-    for at in range(offset // TILE, len(keys)):
-        mine = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
-        first = max(at - reach, 0)
-        weights = (keys[first : at + 1] @ q[mine].double().mean(0) * 0.25).softmax(0)
-        result[at] = dict(enumerate(weights.tolist(), start=first))
-    return result
-
-
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize(
-    ("q_len", "k_len", "window"),
-    [
-        *((*lengths, None) for lengths in LENGTHS),
-        (9, 125, None),
-        (257, 700, None),
-        (65, 65, 1),
-        (63, 257, 65),
-        (500, 900, 200),
-    ],
-)
-@pytest.mark.parametrize("share", [None, 0.5, 1.0])
-def test_block_sparse_selects_fewest_for_coverage(q_len, k_len, window, share):
-    q, k = problem(q_len, k_len)
-    sizes = (1, 4, 5, 99)
-    patterns = [make("block_sparse", blocks=n, coverage=share) for n in sizes]
-    index = LayerPlan(patterns, 2).build(q, k, window=window)
-    index.validate()
-    reach = k_len if window is None else -(-(window - 1) // TILE)
-    for b in range(2):
-        for h, blocks in enumerate(sizes):
-            listed = index.padded_tiles()[b, h]
-            for at, tiles in tile_masses(q[b, h], k[b, h // 2], reach).items():
-                # The query's tile comes first, then tile 0: both are always selected.
-                order = [at, *(tile for tile in sorted(tiles) if tile != at)]
-                forced = 1 + (0 in tiles)
-                mass = [tiles[tile] for tile in order]
-                selected = smallest(mass, share, max(blocks, 2), forced)
-                assert kept(listed[at - index.first_row]) == {order[i] for i in selected} - {at}
-
-
-@pytest.mark.usefixtures("builder")
-def test_full_coverage_selects_all_nonzero_mass():
-    """All keys have weight 0 in fp32 except a few in tiles 1, 2 and 4, or in tile 2 only."""
-    q, k = torch.ones(1, 2, 500, 16), torch.full((1, 1, 500, 16), -100.0)
-    k[:, :, [70, 71, 140, 300]] = 0.1
-    sizes = {"vertical": 500, "slash": 500, "last_q": 1}
-    patterns = [make("vertical_slash", **sizes, coverage=share) for share in (1.0, None)]
-    index = LayerPlan(patterns, 1).build(q, k)
-    assert kept(index.columns[0, 0]) == {*range(TILE), 70, 71, 140, 300}
-    distances = {0, 1, *(499 - column for column in (70, 71, 140, 300))}
-    assert kept(index.diagonals[0, 0]) == csr_offsets(distances, 500)
-    assert kept(index.columns[0, 1]) == set(range(500))
-    k[:] = -100.0
-    k[:, :, 2 * TILE : 3 * TILE] = 0.1
-    tiles = LayerPlan([make("block_sparse", blocks=99, coverage=1.0)] * 2, 1).build(q, k)
-    # Before tile 2 all keys are equally far: their shares are equal, and none is 0.
-    seen = [kept(row) for row in tiles.padded_tiles()[0, 0]]
-    assert seen == [set(), {0}, {0}, *[{0, 2}] * 5]
-
-
-@pytest.mark.usefixtures("builder")
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_top_k_indices_match_definition(data):
-    """Native code and torch agree on ties, masked entries, forced entries and coverage."""
-    n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
-    # Sixteenths add up exactly, in whatever order.
-    score = st.one_of(st.integers(0, 40).map(lambda n: n / 16), st.just(float("-inf")))
-    rows = data.draw(st.lists(st.lists(score, min_size=n, max_size=n), min_size=6, max_size=6))
-    sizes = data.draw(st.lists(st.integers(1, 50), min_size=3, max_size=3))
-    coverage = data.draw(
-        st.lists(st.one_of(st.none(), st.sampled_from([0.25, 0.5, 1.0])), min_size=3, max_size=3)
-    )
-    # Two sequences, each with an optional end and count.
-    ends, counts = (
-        data.draw(st.one_of(st.none(), st.lists(st.integers(0, 45), min_size=2, max_size=2)))
-        for _ in range(2)
-    )
-    per_sequence = {
-        name: torch.tensor(x, dtype=torch.int32)
-        for name, x in (("ends", ends), ("counts", counts))
-        if x
-    }
-    scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, 1, n)
-    before = scores.clone()
-    result = top_k_indices(scores, sizes, coverage, forced=forced, **per_sequence)
-    assert (
-        torch.equal(scores, before)
-        and result.dtype == torch.int32
-        and result.shape[-1] == min(n, max(sizes))
-    )
-    for sequence in range(2):
-        for head in range(3):
-            mass = scores[sequence, head, 0].tolist()
-            there = [
-                i
-                for i in range(n if ends is None else min(n, ends[sequence]))
-                if mass[i] != float("-inf")
-            ]
-            size = sizes[head] if counts is None else min(sizes[head], counts[sequence])
-            expected = smallest(
-                [mass[i] for i in there], coverage[head], size, sum(i < forced for i in there)
-            )
-            assert result[sequence, head, 0].tolist()[: len(expected)] == sorted(
-                there[i] for i in expected
-            )
-            assert set(result[sequence, head, 0].tolist()[len(expected) :]) <= {PAD}
-
-
-@pytest.mark.usefixtures("builder")
-def test_top_k_indices_with_negative_and_nan_scores():
-    scores = torch.tensor([[[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]]])
-    assert top_k_indices(scores, [4], [None], forced=0).tolist() == [[[2, 3, 4, 5]]]
-    scores = torch.tensor([[[float("nan"), 1.0, 2.0, 3.0]]])
-    places = top_k_indices(scores, [2], [None], forced=1)
-    assert places[0, 0, 0] == 0, "a forced entry is taken, whatever it is"
-
-
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize("window", [None, 5, 100])
-@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (100, 300)])
-def test_estimate_of_any_heads_matches_definition(q_len, k_len, window):
-    """Heads in any order, with different last_q, on some KV heads, with keys in every layout."""
-    torch.manual_seed(k_len)
-    q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
-    k = torch.randn(2, k_len, 3, 24).transpose(1, 2)
-    heads, last_q = [5, 0, 4, 1], [10, 64, 10, 3]
-    result = estimate(q, k, heads, last_q, scale=0.2, window=window)
-    for at, (head, asked) in enumerate(zip(heads, last_q, strict=True)):
-        kv_slice = slice(head // 2, head // 2 + 1)
-        expected = masses(q[:, head : head + 1], k[:, kv_slice], asked, window, scale=0.2)
-        for one_mass, right in zip((result.vertical, result.slash()), expected, strict=True):
-            torch.testing.assert_close(one_mass[:, at].double(), right[:, 0], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize("bytes_of_scratch", [1, 1 << 12])
-def test_build_of_head_is_independent_of_other_heads_and_memory(bytes_of_scratch, monkeypatch):
-    """Heads of equal size are built in batches and returned in their original order."""
-    patterns = [
-        make("vertical_slash", vertical=90, slash=100),
-        make("block_sparse", blocks=4, coverage=0.8),
-        make("block_sparse", blocks=3),
-        make("block_sparse", blocks=4),
-        make("vertical_slash", vertical=70, slash=300, last_q=20),
-        make("vertical_slash", vertical=90, slash=100, coverage=0.9),
-        make("skip_softmax", scale_factor=30.0),
-        make("dense"),
-    ]
-    q, k = problem(450, 450, heads=8)
-    alone = [
-        LayerPlan([pattern], 1).build(q[:, [head]], k[:, [head // 4]]).to_mask()
-        for head, pattern in enumerate(patterns)
-    ]
-    monkeypatch.setitem(block_sparse._SCRATCH_BYTES, "cpu", bytes_of_scratch)
-    together = LayerPlan(patterns, 2).build(q, k).to_mask()
-    assert torch.equal(together, torch.cat(alone, dim=1))
-
-
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_build_with_half_precision_and_strides_is_correct(dtype):
-    """Keys differ by more than rounding: 16 bits and a transposed view select the same."""
-    torch.manual_seed(0)
-    q = torch.randn(1, 2, 300, 16).abs()
-    k = torch.randn(1, 1, 300, 16) * 0.01
-    k[:, :, [70, 130, 200]] += 3
-    patterns = [make("vertical_slash", vertical=67, slash=64), make("block_sparse", blocks=4)]
-    plan = LayerPlan(patterns, 1)
-    exact = plan.build(q, k)
-    assert {70, 130, 200} < kept(exact.columns[0, 0])
-    rounded = plan.build(
-        *(x.transpose(1, 2).contiguous().transpose(1, 2).to(dtype) for x in (q, k))
-    )
-    assert torch.equal(rounded.to_mask(), exact.to_mask())
+def test_kinds_are_those_of_the_tables():
+    assert set(KINDS_DRAWN) == {pattern.kind for pattern in LAYER} == set(KINDS)
 
 
 def test_prepared_builder_equals_fresh_builder():
@@ -299,20 +33,6 @@ def test_prepared_builder_equals_fresh_builder():
         build = KINDS[kind].prepare([make(kind, **entry.large)] * 2, inputs)
         fresh = KINDS[kind].prepare(small, inputs)(small)
         assert torch.equal(build(small).to_mask(), fresh.to_mask())
-
-
-@pytest.mark.usefixtures("builder")
-def test_build_with_ties_selects_the_first():
-    """Tiles of equal score, and columns and diagonals of equal weight."""
-    q, k = torch.zeros(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
-    plan = LayerPlan(
-        [make("vertical_slash", vertical=100, slash=100, last_q=1), make("block_sparse", blocks=3)],
-        1,
-    )
-    index = plan.build(q, k)
-    index.validate()
-    assert kept(index.columns[0, 0]) == set(range(100)) and kept(index.diagonals[0, 0]) == {0, 1, 2}
-    assert [kept(row) for row in index.padded_tiles()[0, 1]] == [set(), {0}, *[{0, 1}] * 6]
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])
@@ -339,6 +59,129 @@ def test_index_of_a_million_tokens_is_small(kind, sizes):
         torch.empty(1, heads, length, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8)
     )
     assert LayerPlan([make(kind, **sizes)] * 32, 8).build(q, k).nbytes <= 256 << 20
+
+
+def test_count_in_chunks_equals_count_at_once(monkeypatch):
+    q, k = problem(700, 900, heads=len(LAYER))
+    index = LayerPlan(LAYER, 2).build(q, k)
+    mask, computed = index.to_mask(), index.computed_tiles()
+    monkeypatch.setattr("kernels.index._SCRATCH", 1)
+    assert torch.equal(index.to_mask(), mask) and torch.equal(index.computed_tiles(), computed)
+
+
+def test_tiles_are_listed_for_the_heads_and_rows_that_have_them():
+    patterns = [make("block_sparse", blocks=6), make("dense"), make("block_sparse", blocks=3)]
+    q, k = torch.randn(2, 3, 700, 4), torch.randn(2, 1, 900, 4)
+    index = LayerPlan(patterns, 1).build(q, k)
+    rows = range(index.first_row, 15)
+    assert len(index.tiles) == 2 * sum(min(5, at) + min(2, at) for at in rows)
+    assert index.padded_tiles()[:, 1].eq(PAD).all()
+    assert index.padded_tiles(slice(-1, None))[:, 2].ne(PAD).sum() == 2 * 2
+    assert torch.equal(index.sequence(1).to_mask()[0], index.to_mask()[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_len": 0}, "between 1 and k_len=130, got 0"),
+        ({"q_len": 131}, "between 1 and k_len=130, got 131"),
+        ({"columns": torch.zeros(1, 2, 1)}, "columns must be int32, got torch.float32"),
+        ({"columns": torch.zeros(2, 2, 0, dtype=torch.int32)}, "columns must be"),
+        ({"columns": torch.zeros(1, 2, 0, dtype=torch.int32, device="meta")}, "on cpu, got meta"),
+        ({"columns": torch.tensor([[[-1], [3]]]).int()}, "must not be negative, got -1"),
+        ({"columns": torch.tensor([[[3, 3], [3, 4]]]).int()}, "columns must be strictly ascending"),
+        ({"diagonals": torch.tensor([[[0, PAD], [1, 2]]]).int()}, "must compute diagonal 0"),
+        ({"diagonals": torch.tensor([[[PAD, 0], [0, 2]]]).int()}, "diagonals must be strictly"),
+        ({"tiles": torch.zeros(1, 2, 3, 1).int()}, r"tiles must be \(any width\)"),
+        ({"offsets": torch.zeros(1, 2, 5).long()}, r"offsets must be \(1, 2, 4\)"),
+        ({"offsets": torch.zeros(1, 2, 4).int()}, "offsets must be int64"),
+        ({"offsets": torch.ones(1, 2, 4).long()}, "ascending from 0 to at most 0"),
+        (lists(torch.tensor([3, 3]).int().expand(1, 2, 3, 2)), "tiles must be strictly ascending"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"dense_tail": -1}, "dense_tail must be a number of queries, got -1"),
+        ({"dense_tail": 1.5}, "dense_tail must be a number of queries, got 1.5"),
+        ({"skip": torch.full((1, 2), 0.5)}, "skip must be at most 0, got 0.5"),
+        ({"skip": torch.zeros(1, 3)}, r"skip must be float32 \(1, 2\) .* \(1, 3\)"),
+        (
+            {"ragged": Ragged.left_padded([130, 100], 130, 130)},
+            r"for 1 sequences of up to \(130, 130\) .*, its ragged batch has 2",
+        ),
+        ({"ragged": Ragged.left_padded([100], 130, 130)}, r"has 1 of up to \(100, 100\)"),
+    ],
+)
+def test_validate_error_names_the_fault(change, message):
+    index = LayerPlan([make("dense")] * 2, 1).build(
+        torch.zeros(1, 2, 130, 4), torch.zeros(1, 1, 130, 4)
+    )
+    with pytest.raises(ValueError, match=message):
+        replace(index, **change).validate()
+
+
+SEARCHED = 256
+
+
+PATTERNS = [*LAYER, *LAYER[:2]]
+
+
+@pytest.mark.parametrize(
+    ("k_len", "vertical", "slash", "blocks", "window"),
+    [
+        (64, 100, 70, 3, 101),  # no pattern shrinks on fewer keys
+        (256, 100, 70, 3, 101),  # as searched
+        (250, 100, 70, 3, 101),  # the same tiles
+        (257, 125, 88, 4, 126),  # 5 tiles for 4
+        (1024, 400, 280, 12, 404),
+    ],
+)
+def test_at_more_keys_scales_sizes_in_proportion(k_len, vertical, slash, blocks, window):
+    def row(vertical: int, slash: int, blocks: int, window: int) -> tuple[Pattern, ...]:
+        return (
+            make("vertical_slash", vertical=vertical, slash=slash, last_q=9, coverage=0.9),
+            make("block_sparse", blocks=blocks),
+            make("a_shape", sink=64, window=window),
+            make("skip_softmax", scale_factor=3.0),
+            make("dense"),
+        )
+
+    plan = LayerPlan(row(100, 70, 3, 101), 1, length=SEARCHED)
+    assert plan.at(k_len).patterns == row(vertical, slash, blocks, window)
+    assert LayerPlan(row(100, 70, 3, 101), 1).at(k_len).patterns == row(100, 70, 3, 101)
+
+
+@pytest.mark.parametrize("q_len", [700, 64])
+def test_build_on_more_keys_equals_larger_patterns(q_len):
+    q, k = problem(q_len, 700, heads=16)
+    plan = LayerPlan(PATTERNS, 2, dense_tail=70, length=SEARCHED)
+    larger = LayerPlan([p.scaled(11 / 4) for p in PATTERNS], 2, dense_tail=70)
+    mask = plan.build(q, k).to_mask()
+    assert torch.equal(mask, larger.build(q, k).to_mask())
+    some = plan.select_kv_heads((1,)).build(q[:, 8:], k[:, 1:])
+    assert torch.equal(some.to_mask(), mask[:, 8:])
+
+
+def test_build_ragged_sequence_is_independent_of_its_batch():
+    plan = LayerPlan(PATTERNS, 2, length=SEARCHED)
+    alone = [problem(n, n, heads=16) for n in (130, 700, 300)]
+    q, k = (torch.cat(parts, dim=2) for parts in zip(*alone, strict=True))
+    starts = [0, 130, 830, 1130]
+    index = plan.build(q, k, ragged=Ragged.packed(starts, starts))
+    for s, own in enumerate(alone):
+        assert torch.equal(index.sequence(s).to_mask(), plan.build(*own).to_mask())
+
+
+def test_at_lengths_with_equal_tiles_share_one_plan_and_cache_few(monkeypatch):
+    plan = LayerPlan([make("block_sparse", blocks=3), make("dense")], 1, length=SEARCHED)
+    assert plan.at(257) is plan.at(320) and plan.at(320) is not plan.at(321)
+    first = plan.at(257)
+    for tiles in range(6, 100):
+        plan.at(64 * tiles)
+        plan.at(257)
+    assert plan.at(257) is first
+    assert len(plan._lengths) <= 16
+    monkeypatch.setattr(Pattern, "scaled", None)
+    plan.at(64 * 99)
+    with pytest.raises(TypeError):
+        plan.at(64 * 6)
 
 
 @pytest.mark.parametrize(
@@ -380,3 +223,35 @@ def test_plan_error_names_the_mismatch(change, message):
     with pytest.raises(ValueError, match=message):
         plan = LayerPlan([make("dense")] * arguments["heads"], arguments["kv_heads"])
         plan.build(torch.zeros(arguments["q"]), torch.zeros(1, 2, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_len": None}, "does not say how many keys there are: k_len does, or ragged"),
+        ({"k_len": 129}, r"int32 \(1, at least 3\), got torch.int32 \(1, 2\)"),
+        ({"block_table": torch.zeros(1, 2)}, r"int32 \(1, at least 2\), got torch.float32"),
+        ({"k": torch.zeros(3, 0, 2, 8)}, "a page must have at least one token"),
+        ({"k": torch.zeros(3, 64, 2, 16)[..., ::2]}, "last dimension .* must be contiguous"),
+        ({"k": torch.zeros(3, 64, 2, 8).half()}, "torch.float32, or of 8 bits, got torch"),
+        ({"k": torch.zeros(3, 64, 4, 8)}, "for 4 query and 2 KV heads, got 4 and 4"),
+        ({"k": torch.zeros(3, 64, 2, 4)}, "q and k must share batch and head dim"),
+    ],
+)
+def test_paged_build_rejects_inconsistent_pages(change, message):
+    arguments = {
+        "k": torch.zeros(3, 64, 2, 8),
+        "block_table": torch.zeros(1, 2, dtype=torch.int32),
+        "k_len": 128,
+    } | change
+    with pytest.raises(ValueError, match=message):
+        LayerPlan([make("vertical_slash", vertical=1, slash=1)] * 4, 2).build(
+            torch.zeros(1, 4, 5, 8), **arguments
+        )
+
+
+def test_paged_build_error_names_invalid_page():
+    plan = LayerPlan([make("block_sparse", blocks=2)], 1)
+    table = torch.tensor([[0, 7]], dtype=torch.int32)
+    with pytest.raises((ValueError, IndexError), match="7"):
+        plan.build(torch.zeros(1, 1, 5, 8), torch.zeros(3, 64, 1, 8), block_table=table, k_len=100)

@@ -5,29 +5,21 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import registry
 from kernels.attention import sparse_attention
 from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.decode.dropping import drop_lowest
 from kernels.dense import dense_attention
-from kernels.gradient import attention_gradients
 from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
-from tests.conformance import test_gradient_backends as gradients
-
-KERNELS = Path(registry.__file__).parent
 
 
 def int32(*values: int) -> Tensor:
@@ -236,64 +228,3 @@ def test_drop_lowest_error_names_the_fault(change, message):
     }
     with pytest.raises(ValueError, match=message):
         drop_lowest(**{**held, **change})
-
-
-def raised(error: ValueError) -> tuple[str, int]:
-    """File and line of the statement that raised an error."""
-    trace = error.__traceback__
-    assert trace is not None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno
-
-
-def refusals() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
-    """Calls that are refused, of every op."""
-    q, k, v, index = inputs()
-    good = {"q": q, "k": k, "v": v, "index": index}
-    yield from ((sparse_attention, good | change) for change, _ in ATTENTION)
-    yield sparse_attention, good | {"k": None}
-    yield sparse_attention, good | {"v": v.to_sparse()}
-    yield sparse_attention, good | {"sinks": torch.zeros(3)}
-    outside = replace(index, ragged=Ragged.left_padded([200], 200, 201))
-    yield sparse_attention, good | {"index": replace(outside, k_len=200)}
-    yield from ((decode_attention, decode_inputs(**change)) for change, _ in DECODE)
-    yield from ((attention_gradients, gradients.GOOD | change) for change, _ in gradients.REFUSALS)
-
-
-def test_every_raise_statement_has_a_case():
-    """Each statement that raises is executed by a case of this file."""
-    met = set()
-    for op, arguments in refusals():
-        with pytest.raises(ValueError) as error:
-            op(**arguments)
-        met.add(raised(error.value))
-    raises = {
-        (file, node.lineno)
-        for file in ("call.py", "checks.py")
-        for node in ast.walk(ast.parse((KERNELS / file).read_text(encoding="utf-8")))
-        if isinstance(node, ast.Raise)
-    }
-    assert raises and raises <= met, sorted(raises - met)
-
-
-def test_error_messages_are_unique():
-    """A check that several calls share is one function."""
-    messages: dict[str, str] = {}
-    for path in sorted(KERNELS.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError":
-                sentence = "".join(words(node.args[0]))
-                where = f"{path.name}, line {node.lineno}"
-                # A reason that is handed on is no sentence.
-                if sentence != "{}":
-                    assert sentence not in messages, (where, messages[sentence])
-                    messages[sentence] = where
-    assert len(messages) > 50
-
-
-def words(message: ast.expr) -> Iterator[str]:
-    """What a message says but for its values."""
-    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
-    for part in parts:
-        yield str(part.value) if isinstance(part, ast.Constant) else "{}"

@@ -1,4 +1,4 @@
-"""What Triton serves and declines, and its launches; see test_gpu.py and the conformance suite.
+"""What Triton serves and declines, and its launches; see the conformance suite.
 
 Shapes: B batch, H query heads, N key tiles.
 """

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kernels.attention import cpu
-from kernels.native import build
+from kernels.native import build, prebuilt
 
 ROOT = Path(build.__file__).parents[2]
 PROGRAM = """
@@ -36,11 +36,6 @@ SUITE = ("conformance/test_kernel_backends.py", "kernels/test_calls.py")
 WHICH = (
     "(cpu or broken or padding or infinite or soft_cap) and "
     "not 4097 and not 4100 and not 1000 and not heads"
-)
-# One of each of these, for `make test`.
-FEW = (
-    f"({WHICH}) and "
-    "(length or strided or packed or pages or window or rising or broken or infinite or 33)"
 )
 
 
@@ -66,30 +61,26 @@ def conform(
 def skip_without(instructions: str) -> None:
     if reason := build.load():
         pytest.skip(reason)
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists() or instructions not in cpuinfo.read_text():
+    if instructions not in prebuilt.processor_flags():
         pytest.skip(f"the processor has no {instructions}")
-
-
-AVX2 = ("-march=x86-64-v3", "avx2")
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("flags", "needs"), [AVX2, ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")]
+    ("flags", "newer"),
+    [
+        ("-march=x86-64", "avx2"),
+        ("-march=x86-64-v3", "avx512f"),
+        ("-march=x86-64-v4", "avx512_bf16"),
+    ],
 )
-def test_other_instruction_sets_pass(flags, needs):
-    """AVX2 with FMA, plain x86-64, and AVX-512 without its bf16 instructions."""
-    skip_without(needs)
+def test_older_instruction_sets_pass(flags, newer):
+    """Plain x86-64, AVX2 with FMA, and AVX-512 without its bf16 instructions.
+
+    Without the newer instructions every other test runs this build."""
+    skip_without(newer)
     conform(flags)
-
-
-@pytest.mark.slow
-def test_avx2_on_newer_processor_passes():
-    """On an AVX2 processor all other tests run it."""
-    skip_without("avx512f")
-    conform(AVX2[0], FEW)
 
 
 @pytest.mark.slow
@@ -126,7 +117,7 @@ def test_emulated_tiles_pass():
     printed = conform(
         "-DHEADWISE_EMULATE_TILES",
         "amx or not (float or dot)",
-        (*SUITE, "kernels/test_patterns.py"),
+        (*SUITE, "conformance/test_builders.py"),
     )
     # Decoding a few queries uses a separate engine.
     assert len(re.findall("no engine 'amx'", printed)) <= 1
@@ -192,6 +183,7 @@ def test_tile_instructions_are_those_of_a_product(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("has_bf16")
 def test_emulated_products_match_the_manual(tmp_path):
     torch.manual_seed(0)
