@@ -5,8 +5,6 @@ Keys and values are on the device, or in a bank whose copies are as late as allo
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from transformers import Cache, DynamicCache
 
 from artifacts import HeadwiseError
 from runtime.omnikv import copy_engine
-from tests.runtime.batches import chunks_of, fed, real_from
+from tests.runtime.batches import fed, real_from
 from tests.runtime.every import every_model
 from tests.runtime.omnikv import CLOSE, LAYERS, oracle
 
@@ -71,51 +69,6 @@ CHOSEN = {"prefill_ratio": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("section", "padding", "sizes", "backend", "offload"),
-    [
-        # One sequence is below the budget at first.
-        ({"selector": "last"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "packed"),
-        ({"selector": "exponential"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "never"),
-        ({"selector": "exponential"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "packed"),
-        (CHOSEN, (0, 85, 120, 199), (100, 100, 100), "reference", "never"),
-        (CHOSEN, (0, 85, 120, 199), (100, 100, 100), "auto", "packed"),
-    ],
-)
-def test_decode_left_padded_batch_matches_single_sequences(
-    section, padding, sizes, backend, offload, build, decoding, ids
-):
-    model, tokens = build(**LAYERS), ids(sum(sizes), batch=len(padding))
-    real = real_from(sum(sizes), *padding)
-    with decoding(model, **section).apply(model, backend=backend, strict=True) as handle:
-        cache = handle.new_cache(offload=offload)
-        together = fed(model, tokens, sizes, cache, attention_mask=real)
-        for row, n in enumerate(padding):
-            own = [end - max(n, begin) for begin, end in chunks_of(sum(sizes), sizes) if end > n]
-            cache = handle.new_cache(offload=offload)
-            alone = fed(model, tokens[row : row + 1, n:], own, cache)
-            torch.testing.assert_close(together[row, n:], alone[0], **CLOSE)
-
-
-@both
-def test_cache_multi_turn_chunks_crops_and_copies_match_reference(offload, build, decoding, ids):
-    model, text = build(**LAYERS), ids(200)
-    with decoding(model, selector="uniform", window=3).apply(model, backend="auto") as handle:
-        cache = handle.new_cache(offload=offload)
-        first = fed(model, text[:, :104], (100, 1), cache)
-        cache.crop(-2)
-        twin = copy.deepcopy(cache)
-        for each in (cache, twin):
-            again = fed(model, text[:, 102:104], (1,), each)
-            torch.testing.assert_close(again, first[:, 102:], **CLOSE)
-        second = fed(model, text[:, 104:194], (86, 1), cache)
-        assert cache.get_seq_length() == 194 and twin.get_seq_length() == 104
-        other = handle.new_cache(offload=offload)
-        fed(model, text[:, :104], (60, 40, 1), other)
-        third = fed(model, text[:, 104:194], (86, 1), other)
-        torch.testing.assert_close(third, second, **CLOSE)
-
-
-@pytest.mark.parametrize(
     ("options", "offload"),
     [
         ({"num_beams": 3}, "packed"),
@@ -150,18 +103,6 @@ def test_decode_new_token_copies_no_memory(build, decoding, ids):
         tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
         held = sum(t.untyped_storage().nbytes() for t in tensors)
         assert handle.cache_bytes(cache) == (held, 0)
-
-
-@both
-def test_decode_inference_mode_ends_between_steps(offload, build, decoding, ids):
-    model, tokens = build(**LAYERS), ids(123)
-    with decoding(model).apply(model, backend="auto") as handle:
-        expected = fed(model, tokens, (120, 1), handle.new_cache(offload=offload))
-        cache = handle.new_cache(offload=offload)
-        with torch.inference_mode():
-            fed(model, tokens[:, :120], (120,), cache)
-        rest: Tensor = fed(model, tokens[:, 120:], (1,), cache)
-    torch.testing.assert_close(rest, expected[:, 120:], **CLOSE)
 
 
 @pytest.fixture
