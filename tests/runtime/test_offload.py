@@ -69,13 +69,14 @@ def test_bank_refetches_token_that_replaces_cropped_one():
     bank.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
     bank.crop(47)
     attended(bank, 47, other)
+    early = copy.deepcopy(bank)
     assert attended(bank, 50, states(1)) == [None, None], "the choice was for what there was before"
     bank.crop(50)
     bank.fetch(torch.tensor([[1, 50, PAD]], dtype=torch.int32), 50)
     twin = copy.deepcopy(bank)
     assert twin.copy_engine is not bank.copy_engine, "two copies may be at work in two threads"
     assert attended(twin, 50, states(1)) == [None, None]
-    for each in (bank, twin):
+    for each in (early, bank, twin):
         each.crop(50)
         each.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
         for held, old, new in zip(attended(each, 50, states(1)), layers, other, strict=True):
