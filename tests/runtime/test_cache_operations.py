@@ -63,9 +63,9 @@ def serving(build, artifact_for, decoding):
 def test_padded_batch_continues_after_sequences_end_like_each_alone(way, serving, ids):
     model, handle, new_cache = serving(way)
     # One sequence is below the budget at first, and one begins in the last chunk.
-    padding, sizes = (0, 30, 143, 85), (110, 74, 1, 3, 1)
+    padding, sizes = (0, 30, 143, 85), (110, 74, 1, 3)
     n = sum(sizes)
-    tokens, real = ids(n + 6, batch=4), real_from(n + 6, *padding)
+    tokens, real = ids(n + 3, batch=4), real_from(n + 3, *padding)
     alone = []
     for row, begin in enumerate(padding):
         own = [end - max(begin, start) for start, end in chunks_of(n, sizes) if end > begin]
@@ -73,13 +73,13 @@ def test_padded_batch_continues_after_sequences_end_like_each_alone(way, serving
     cache, rows = new_cache(), [0, 1, 2, 3]
     together = fed(model, tokens[:, :n], sizes, cache, attention_mask=real[:, :n])
     for row, begin in enumerate(padding):
-        torch.testing.assert_close(together[row, begin:], alone[row][:-6], **CLOSE)
+        torch.testing.assert_close(together[row, begin:], alone[row][:-3], **CLOSE)
     for step, stay in enumerate(([0, 1, 2, 3], [3, 1], [1])):
         cache.batch_select_indices(torch.tensor([rows.index(row) for row in stay]))
-        rows, start = stay, n + 2 * step
-        more, mask = tokens[rows, start : start + 2], real[rows, : start + 2]
+        rows, end = stay, n + 1 + step
+        more, mask = tokens[rows, end - 1 : end], real[rows, :end]
         actual = fed(model, more, (1,), cache, attention_mask=mask)
-        expected = torch.stack([alone[row][2 * step - 6 :][:2] for row in rows])
+        expected = torch.stack([alone[row][None, step - 3] for row in rows])
         torch.testing.assert_close(actual, expected, **CLOSE)
     assert handle.stats()["sparse" if WAYS[way][0] is None else "decode"] > 0
 

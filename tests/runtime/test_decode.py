@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from artifacts import HeadwiseError
 from runtime.omnikv import copy_engine
 from tests.runtime.batches import fed, real_from
-from tests.runtime.every import every_model
+from tests.runtime.every_architecture import tiny_causal
 from tests.runtime.omnikv import CLOSE, LAYERS, LONGEST_DECODE, oracle
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -167,7 +167,7 @@ def test_cache_used_before_apply_keeps_no_history(build, decoding, ids):
 
 
 def test_filter_layer_rejects_extra_cached_states_for_earlier_scores(decoding):
-    model = every_model("falcon_h1")
+    model = tiny_causal("falcon_h1")
     loaded = decoding(model, selector="uniform", filter_layers=(0,), dense_layers=())
     with pytest.raises(HeadwiseError, match=r"selector must be 'last', got 'uniform': .* layer 0"):
         loaded.new_cache(model)
