@@ -115,11 +115,14 @@ def model_for(build: Any, way: str) -> Any:
     return build(**(LAYERS if way in SECTIONS else {}))
 
 
-# The reference kernels serve any dtype but are slow.
+# The reference kernels serve any dtype but are slow; the patterns' have tests of their own.
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("auto", torch.bfloat16), ("reference", torch.float64)]
+    ("way", "backend", "dtype"),
+    [
+        *((way, "auto", torch.bfloat16) for way in (*POLICIES, *SECTIONS, *KINDS, *DENSE)),
+        *((way, "reference", torch.float64) for way in (*POLICIES, *SECTIONS, "a_64_64")),
+    ],
 )
-@pytest.mark.parametrize("way", [*POLICIES, *SECTIONS, *KINDS, *DENSE])
 def test_serving_with_other_default_dtype_is_unchanged(way, backend, dtype, build, serve):
     model = model_for(build, way)
     expected, counts = serve(model, way, backend=backend)
