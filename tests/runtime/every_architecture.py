@@ -9,6 +9,8 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.runtime.tiny import sharpened
+
 WINDOW = 16
 MOST_PARAMETERS = 30_000_000
 # Sizes that apply if the configuration has the field.
@@ -70,8 +72,13 @@ OTHER: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "longcat_flash": LATENT,
     "zaya": {"num_experts_per_tok": 1},
-    "falcon_h1": {"num_hidden_layers": 2},
+    "falcon_h1": {"num_hidden_layers": 2, "mamba_d_ssm": 128},
     "youtu": LATENT,
+    "xmod": {"default_language": "en_XX"},
+    "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
+    "glm4_moe_lite": LATENT,
+    "jamba": {"attn_layer_offset": 0, "attn_layer_period": 2},
     "mllama": {"cross_attention_layers": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": None},
@@ -84,15 +91,19 @@ def architectures() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_causal(model_type: str) -> Any:
+def tiny_causal(model_type: str, **changes: Any) -> Any:
     """Return a random causal model with every kind of layer that its configuration supports.
+
+    Args:
+        model_type: the configuration's type.
+        changes: sizes other than those of this module.
 
     Raises:
         Exception: of any type, if the model cannot be built.
     """
     config_class = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
     default = config_class().get_text_config(decoder=True)
-    config = _tiny_config(type(default), default, OTHER.get(model_type, {}))
+    config = _tiny_config(type(default), default, OTHER.get(model_type, {}) | changes)
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
     with torch.device("meta"):
@@ -106,7 +117,20 @@ def tiny_causal(model_type: str) -> Any:
     if size > MOST_PARAMETERS:
         raise ValueError(f"{cls.__name__} is not tiny: {size} parameters")
     torch.manual_seed(0)
-    return cls(config).eval()
+    return sharpened(cls(config).eval())
+
+
+def one_layer(model_type: str, **changes: Any) -> Any:
+    """Return a model of one layer, which sees every token if its configuration can say so."""
+    default = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])().get_text_config()
+    changes |= {"num_hidden_layers": 1}
+    if "layer_types" in type(default).__dataclass_fields__:
+        changes["layer_types"] = ["full_attention"]
+    else:
+        changes["sliding_window"] = None
+    if "num_kv_shared_layers" in OTHER.get(model_type, {}):
+        changes["num_kv_shared_layers"] = 0
+    return tiny_causal(model_type, **changes)
 
 
 def _tiny_config(cls: type[Any], default: Any, other: dict[str, Any]) -> Any:

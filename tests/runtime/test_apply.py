@@ -26,48 +26,93 @@ def implementations(model):
     return [config._attn_implementation for config in configs]
 
 
-@pytest.mark.parametrize("before", ["sdpa", "eager", "flex_attention"])
-def test_undo_restores_model_after_errors_and_changes(before, build, apply, ids):
-    model, prompt = build(), ids(200)
-    expected = model(prompt).logits
-    model.set_attn_implementation(before)
-    with pytest.raises(RuntimeError, match="inside"), apply(model) as handle:
-        assert implementations(model) == ["headwise"]
+def ends_by_error(model, apply):
+    with pytest.raises(RuntimeError, match="inside"), apply(model):
         raise RuntimeError("inside")
-    assert implementations(model) == [before]
+
+
+def ends_by_handle(model, apply):
+    handle = apply(model)
     handle.undo()
-    assert implementations(model) == [before]
-    with apply(model, strict=True), pytest.raises(HeadwiseError):
-        model(prompt, output_attentions=True)
-    assert implementations(model) == [before]
+    handle.undo()
+
+
+def ends_by_model(model, apply):
+    headwise.undo(model)
+    for _ in range(2):
+        apply(model)
+        headwise.undo(model)
+        headwise.undo(model)
+
+
+def ends_by_language_part(model, apply):
+    apply(model)
+    headwise.undo(getattr(model.model, "language_model", model.model))
+
+
+def ends_after_another_implementation(model, apply):
     with apply(model):
         model.set_attn_implementation("sdpa")
-    assert implementations(model) == [before]
-    handle = apply(model)
-    assert not torch.equal(model(prompt).logits, expected)
-    handle.undo()
+    apply(model)
     model.set_attn_implementation("sdpa")
-    assert torch.equal(model(prompt).logits, expected)
+    why = r"set_attn_implementation\('sdpa'\) has ended: headwise\.undo\(model\) removes"
+    with pytest.raises(HeadwiseError, match=why):
+        apply(model)
+    headwise.undo(model)
 
 
-def test_apply_failure_restores_model(build, artifact_for, ids, monkeypatch):
-    model, prompt = build(), ids(200)
-    dense = model(prompt).logits
-
+def fails_to_begin(model, apply):
     def fails(*_):
         raise RuntimeError("no name")
 
-    with monkeypatch.context() as broken:
+    with pytest.MonkeyPatch.context() as broken:
         broken.setattr("runtime.apply._Name", fails)
         with pytest.raises(RuntimeError, match="no name"):
-            LoadedArtifact(artifact_for(model)).apply(model)
-    assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(model(prompt).logits, dense)
-    with LoadedArtifact(artifact_for(model)).apply(
-        model, strict=True, backend="reference"
-    ) as handle:
-        model(prompt)
-    assert handle.stats()["sparse"] == 2
+            apply(model)
+
+
+ENDS = [
+    ends_by_error,
+    ends_by_handle,
+    ends_by_model,
+    ends_by_language_part,
+    ends_after_another_implementation,
+    fails_to_begin,
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "dense"),
+    [("eager", False), ("eager", True), ("flex_attention", True), ("nested", False)],
+)
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_model_is_as_before_apply(end, before, dense, build, apply, ids):
+    model, prompt = pictured_model("Gemma3") if before == "nested" else build(), ids(200)
+    expected = model(prompt).logits
+    if before == "nested":
+        model.config.vision_config._attn_implementation = "eager"
+    else:
+        model.set_attn_implementation(before)
+    former = implementations(model)
+    attributes = [dict(vars(module)) for module in model.modules()]
+
+    def applied(model):
+        handle = apply_dense(model) if dense else apply(model)
+        # Of a nested configuration only the text's part changes.
+        text = model.config.get_text_config()
+        assert text._attn_implementation == "headwise"
+        assert implementations(model).count("headwise") == 1
+        return handle
+
+    end(model, applied)
+    assert implementations(model) == former
+    assert [dict(vars(module)) for module in model.modules()] == attributes
+    if before != "nested":
+        model.set_attn_implementation("sdpa")
+    assert torch.equal(model(prompt).logits, expected)
+    with apply(model, strict=True) as handle:
+        assert not torch.equal(model(prompt).logits, expected)
+        assert handle.stats()["sparse"] == 2
 
 
 def test_apply_flash_attention_model_uses_sdpa_and_restores_flash(build, artifact_for, ids):
@@ -109,18 +154,6 @@ def test_apply_rejects_sharded_model_and_names_vllm(build, artifact_for, one_pro
     assert implementations(model) == ["sdpa"]
 
 
-def test_apply_nested_config_changes_only_text_config(apply, ids):
-    model = pictured_model("Gemma3")
-    model.config.vision_config._attn_implementation = "eager"
-    before = implementations(model)
-    with apply(model, strict=True) as handle:
-        assert model.config.text_config._attn_implementation == "headwise"
-        assert model.config.vision_config._attn_implementation == "eager"
-        model(ids(200))
-        assert handle.stats()["sparse"] == 2
-    assert implementations(model) == before
-
-
 def test_apply_twice_raises_and_keeps_first(build, apply, ids):
     model = build()
     twin = type(model)(model.config)
@@ -133,42 +166,6 @@ def test_apply_twice_raises_and_keeps_first(build, apply, ids):
         model(ids(200))
         assert outer.stats()["sparse"] == 2
     assert implementations(model) == ["sdpa"]
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_undo_without_handle_restores_model(implementation, build, apply, ids):
-    model, prompt = build(), ids(200)
-    expected = model(prompt).logits
-    headwise.undo(model)
-    for applied in (apply, apply_dense):
-        model.set_attn_implementation(implementation)
-        applied(model)
-        headwise.undo(model)
-        assert implementations(model) == [implementation]
-        headwise.undo(model)
-        applied(model)
-        model.set_attn_implementation("sdpa")
-        with pytest.raises(
-            HeadwiseError,
-            match=r"set_attn_implementation\('sdpa'\) has ended: headwise\.undo\(model\) removes",
-        ):
-            apply(model)
-        headwise.undo(model)
-        assert implementations(model) == [implementation]
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(model(prompt).logits, expected)
-
-
-@pytest.mark.parametrize("part", ["model", "model.language_model"])
-def test_undo_accepts_whole_model_or_language_part(part, apply, ids):
-    model = pictured_model("Gemma3")
-    before = implementations(model)
-    apply(model)
-    headwise.undo(model.get_submodule(part))
-    assert implementations(model) == before
-    with apply(model, strict=True) as handle:
-        model(ids(200))
-        assert handle.stats()["sparse"] == 2
 
 
 def test_handle_undo_after_model_undo_keeps_later_apply(build, apply, ids):
@@ -313,8 +310,10 @@ def test_load_unproven_artifact_warns_once(build, artifact_for, tmp_path, warnin
     assert none.endswith("import.yaml is not proven: no gate has run on its patterns")
 
 
-@pytest.mark.parametrize("proven", [True, False])
-@pytest.mark.parametrize("way", ["whole", "chunks", "padded batch", "policy"])
+@pytest.mark.parametrize(
+    ("way", "proven"),
+    [("whole", False), *((way, True) for way in ("whole", "chunks", "padded batch", "policy"))],
+)
 def test_prompt_longer_than_evidence_warns_once(way, proven, build, artifact_for, ids, warnings):
     model = build()
     artifact = with_evidence(artifact_for(model), length=160, proven=proven)

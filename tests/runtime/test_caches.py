@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -101,26 +98,3 @@ def test_turn_within_dense_tail_builds_no_index(build, artifact_for, ids, monkey
         if length < 81:
             expected = model(ids(length, seed=1), past_key_values=caches[1]).logits
             torch.testing.assert_close(actual, expected, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("selector", "offload"),
-    [(None, "never"), ("last", "never"), ("last", "packed"), ("uniform", "packed")],
-)
-def test_used_cache_pickles(offload, selector, build, artifact_for, decoding, ids):
-    """Filter-layer keys and growing caches held a layer reference that cannot be pickled."""
-    model, tokens = build(num_hidden_layers=6), ids(156)
-    loaded = LoadedArtifact(artifact_for(model))
-    if selector is not None:
-        loaded = decoding(model, selector=selector)
-    with loaded.apply(model) as handle:
-        cache = handle.new_cache(offload=offload)
-        fed(model, tokens[:, :153], (150, 1), cache)
-        file = io.BytesIO()
-        torch.save(cache, file)
-        file.seek(0)
-        copies = [pickle.loads(pickle.dumps(cache)), torch.load(file, weights_only=False)]
-        expected = fed(model, tokens[:, 153:], (1,), cache)
-        for again in copies:
-            assert torch.equal(fed(model, tokens[:, 153:], (1,), again), expected)
-            assert again.get_seq_length() == 156

@@ -17,6 +17,7 @@ from runtime import LoadedArtifact, apply_dense
 from runtime.attention.function import headwise_attention
 from runtime.attention.mask import PrefillMask
 from runtime.attention.state import Layer, Settings, forget, remember
+from tests.runtime.batches import real_from
 from tests.runtime.omnikv import CLOSE
 from tests.runtime.tiny import DENSE_BELOW, GEMMA4_SHARED
 
@@ -41,17 +42,17 @@ def shared(request, build):
     return build(request.param, **FAMILIES[request.param])
 
 
-@pytest.mark.parametrize("by", WAYS)
-@pytest.mark.parametrize("length", [9, 40, 300])
-def test_apply_dense_last_logits_equal_all_logits(by, length, shared, ids):
-    prompt = ids(length, batch=2)
-    real = torch.ones_like(prompt)
-    real[1, : length // 3] = 0
-    for mask in (None, torch.ones_like(prompt), real):
-        expected = shared(prompt, attention_mask=mask).logits
-        with apply_dense(shared, by=by):
-            for count in (0, 1, 3, 8):
-                actual = shared(prompt, attention_mask=mask, logits_to_keep=count).logits
+@pytest.mark.parametrize(
+    ("family", "by"), [*(("Gemma4", by) for by in WAYS), ("Gemma3n", "kernel")]
+)
+@pytest.mark.parametrize("length", [9, 100])
+def test_apply_dense_last_logits_equal_all_logits(family, by, length, build, ids):
+    model, prompt = build(family, **FAMILIES[family]), ids(length, batch=2)
+    for mask in (None, real_from(length, 0, length // 3)):
+        expected = model(prompt, attention_mask=mask).logits
+        with apply_dense(model, by=by):
+            for count in (1, 8):
+                actual = model(prompt, attention_mask=mask, logits_to_keep=count).logits
                 torch.testing.assert_close(actual, expected[:, -count:], **CLOSE)
 
 
@@ -76,7 +77,7 @@ def test_apply_dense_chunks_and_drafts_equal_whole_prefill(by, cache, build, ids
 def test_generate_with_prompt_lookup_equals_greedy(by, build, ids):
     model = build("Gemma4", **GEMMA4_SHARED)
     prompt = ids(20).repeat(1, 3)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, **options)
     with apply_dense(model, by=by) as handle:
         for more in ({}, {"prompt_lookup_num_tokens": 4}):
@@ -98,7 +99,7 @@ def test_generate_with_assistant_equals_greedy(build, ids):
 
 @pytest.mark.parametrize("count", [0, 70])
 def test_apply_shared_layers_builds_no_mask(count, shared, apply, masked, ids, monkeypatch):
-    prompt = ids(600)
+    prompt = ids(300)
     with masked(shared):
         expected = shared(prompt).logits
     masks = []

@@ -20,10 +20,10 @@ from runtime import LoadedArtifact, apply_dense
 from tests.default_dtype import OTHERS, default_dtype
 from tests.runtime.batches import fed, real_from
 from tests.runtime.conftest import SPARSE
-from tests.runtime.omnikv import DECODE, LAYERS
 
-# From 256 keys, Headwise's kernel also serves float32 decode steps.
+# From 256 keys, Headwise's kernel also serves float32 decode steps; two follow the prompt.
 N = 260
+M = N + 2
 POLICIES: dict[str, Any] = {
     "full": artifacts.Full(),
     "h2o": artifacts.H2O(heavy=30, recent=30),
@@ -33,11 +33,16 @@ POLICIES: dict[str, Any] = {
     "streaming original": artifacts.Streaming(sinks=4, window=60, positions="original"),
     "snapkv": artifacts.SnapKV(budget=60, window=16, pool=5),
 }
+# Layer 0 is dense, layer 1 selects, layer 2 reads the selection.
+LAYERS = {"num_hidden_layers": 3}
+DECODE = artifacts.OmniKV(
+    filter_layers=(1,), dense_layers=(0,), selector="last", window=4, budget=60
+)
 SECTIONS: dict[str, dict[str, Any]] = {
-    "omnikv": {"budget": 60},
+    "omnikv": {},
     "omnikv fraction": {"budget": 0.5, "selector": "exponential"},
-    "omnikv uniform": {"budget": 60, "selector": "uniform"},
-    "omnikv prefill": {"budget": 60, "prefill_ratio": 0.5},
+    "omnikv uniform": {"selector": "uniform"},
+    "omnikv prefill": {"prefill_ratio": 0.5},
 }
 KINDS = {
     **SPARSE,
@@ -88,7 +93,7 @@ def serve(loaded, ids) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
             handle = apply_dense(model, by=way)
         else:
             handle = loaded(model, way).apply(model, backend=backend)
-        tokens = ids(N + 6, batch=batch)
+        tokens = ids(M, batch=batch)
         with handle:
             if cache == "none":
                 logits = model(tokens, use_cache=False).logits
@@ -97,7 +102,7 @@ def serve(loaded, ids) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
                     kv_cache = handle.new_cache(offload=offload)
                 else:
                     kv_cache = DynamicCache(config=model.config)
-                real = real_from(N + 6, *range(0, 40 * batch, 40)) if batch > 1 else None
+                real = real_from(M, *range(0, 40 * batch, 40)) if batch > 1 else None
                 logits = fed(model, tokens, chunks, kv_cache, attention_mask=real)
                 if real is not None:
                     logits = logits[real.bool()]
@@ -110,11 +115,14 @@ def model_for(build: Any, way: str) -> Any:
     return build(**(LAYERS if way in SECTIONS else {}))
 
 
-# The reference kernels serve any dtype but are slow.
+# The reference kernels serve any dtype but are slow; dense serving has none of them.
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("auto", torch.bfloat16), ("reference", torch.float64)]
+    ("way", "backend", "dtype"),
+    [
+        *((way, "auto", torch.bfloat16) for way in (*POLICIES, *SECTIONS, *KINDS, *DENSE)),
+        *((way, "reference", torch.float64) for way in (*POLICIES, *SECTIONS, *KINDS)),
+    ],
 )
-@pytest.mark.parametrize("way", [*POLICIES, *SECTIONS, *KINDS, *DENSE])
 def test_serving_with_other_default_dtype_is_unchanged(way, backend, dtype, build, serve):
     model = model_for(build, way)
     expected, counts = serve(model, way, backend=backend)
@@ -148,7 +156,7 @@ def assert_near(ids) -> Callable[..., None]:
     """
 
     def assert_near(model: Any, actual: Tensor, expected: Tensor) -> None:
-        tokens = ids(N + 6)
+        tokens = ids(M)
         dense = model(tokens).logits
         with torch.autocast("cpu", torch.bfloat16):
             dense_error = error_of(model(tokens).logits, dense)
@@ -179,17 +187,21 @@ def test_any_cache_under_autocast_matches_no_autocast(way, cache, build, serve, 
 
 
 @pytest.mark.parametrize(
-    ("way", "offload"),
-    [*((way, "never") for way in (*POLICIES, *SECTIONS)), *((way, "packed") for way in SECTIONS)],
+    ("way", "batch", "offload"),
+    [
+        *((way, 3, "never") for way in (*POLICIES, *SECTIONS)),
+        *((way, 1, "packed") for way in SECTIONS),
+    ],
 )
-def test_headwise_caches_under_autocast_match_no_autocast(way, offload, build, serve, assert_near):
+def test_headwise_caches_under_autocast_match_no_autocast(
+    way, batch, offload, build, serve, assert_near
+):
     model = model_for(build, way)
-    for batch in (1, 3):
-        expected, counts = serve(model, way, batch=batch, offload=offload)
-        with torch.autocast("cpu", torch.bfloat16):
-            actual, stats = serve(model, way, batch=batch, offload=offload)
-        assert stats == counts
-        assert_near(model, actual, expected)
+    expected, counts = serve(model, way, batch=batch, offload=offload)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, stats = serve(model, way, batch=batch, offload=offload)
+    assert stats == counts
+    assert_near(model, actual, expected)
 
 
 @pytest.mark.parametrize("offload", ["never", "packed"])

@@ -47,8 +47,11 @@ class Failing:
         return self.function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("where", ["run_by", "build"])
-@pytest.mark.parametrize(("error", "name"), FAULTS, ids=str)
+@pytest.mark.parametrize(
+    ("error", "name", "where"),
+    [*((*fault, "run_by") for fault in FAULTS), (*FAULTS[0], "build"), (*FAULTS[-1], "build")],
+    ids=str,
+)
 def test_kernel_failure_is_dense_for_one_call(
     error, name, where, build, apply, ids, warnings, monkeypatch
 ):

@@ -14,7 +14,6 @@ from runtime import LoadedArtifact
 from runtime.layers import attention_layers, layer_kind, window_of
 from tests.runtime.batches import attending
 from tests.runtime.every_architecture import WINDOW, architectures, tiny_causal
-from tests.runtime.omnikv import CLOSE
 from tests.sampling import sampled
 
 LENGTH = 50
@@ -196,24 +195,3 @@ def test_apply_rejects_section_for_layer_of_other_kind(
     with pytest.raises(HeadwiseError) as error:
         LoadedArtifact(artifact).apply(model)
     assert str(error.value) == fault
-
-
-@pytest.mark.parametrize("family", ["Llama4", "Exaone4", "Qwen3Next"])
-def test_apply_serves_full_layer_after_other_kind(family, build, artifact_for, masked, ids):
-    model, tokens = build(family), ids(203)
-    expected = model(tokens).logits
-    dense = artifact_for(model, rows=[None, None])
-    for section in (kv_cache(None, "f"), decode(1)):
-        with LoadedArtifact(dense.model_copy(update=section)).apply(model) as handle:
-            past = handle.new_cache()
-            actual = model(tokens[:, :200], past_key_values=past).logits
-            torch.testing.assert_close(actual, expected[:, :200], **CLOSE)
-            actual = model(tokens[:, 200:], past_key_values=past).logits
-            torch.testing.assert_close(actual, expected[:, 200:], **CLOSE)
-    with masked(model):
-        expected = model(tokens).logits
-    with LoadedArtifact(artifact_for(model)).apply(
-        model, strict=True, backend="reference"
-    ) as handle:
-        torch.testing.assert_close(model(tokens).logits, expected, **CLOSE)
-        assert handle.stats()["sparse"] == 1

@@ -172,7 +172,7 @@ def test_serving_leaves_no_objects(work, build, artifact_for, decoding, ids):
         plain.apply(dropped)
         dropped(prompt)
 
-    flat({"serve": serve, "generate": generate, "fail": fail, "drop": drop}[work], 5)
+    flat({"serve": serve, "generate": generate, "fail": fail, "drop": drop}[work], 3)
 
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Cache,
-    DynamicCache,
     GenerationConfig,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
@@ -27,7 +26,7 @@ from transformers.cache_utils import QuantizedLayer
 
 from runtime import LoadedArtifact
 from runtime.attention.state import layer_of
-from tests.runtime.batches import fed, real_from
+from tests.runtime.batches import real_from
 from tests.runtime.omnikv import CLOSE
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -121,30 +120,6 @@ def test_assisted_decoding_matches_greedy(family, chunks, build, apply, masked, 
     with apply(model, strict=True) as main, apply(assistant, strict=True) as helper:
         assert model.generate(prompt, **OPTIONS, **kwargs).tolist() == expected.tolist()
         assert main.stats()["sparse"] > 0 and helper.stats()["sparse"] > 0
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
-def test_prefix_cache_is_reused_by_many_continuations(own, build, apply, masked, ids):
-    model, prefix, suffixes = build(), ids(200), [ids(n, seed=n) for n in (80, 1, 150)]
-
-    def continued(cache, suffix):
-        return model(suffix, past_key_values=cache, use_cache=True).logits
-
-    with masked(model):
-        cache = DynamicCache(config=model.config)
-        model(prefix, past_key_values=cache)
-        expected = [continued(copy.deepcopy(cache), suffix) for suffix in suffixes]
-    with apply(model, strict=True) as handle:
-        cache = handle.new_cache() if own else DynamicCache(config=model.config)
-        model(prefix, past_key_values=cache)
-        copies = [continued(copy.deepcopy(cache), suffix) for suffix in suffixes]
-        for suffix, theirs, mine in zip(suffixes, expected, copies, strict=True):
-            torch.testing.assert_close(mine, theirs, **CLOSE)
-            cropped = continued(cache, suffix)
-            cache.crop(-suffix.shape[1])
-            assert cache.get_seq_length() == 200
-            assert torch.equal(cropped, mine)
-        assert handle.stats()["sparse"] == 2 + 2 * 4
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
@@ -254,28 +229,6 @@ def test_continuous_batching_is_rejected_by_transformers(build, apply):
     with apply(model), pytest.raises(ValueError, match=refusal):
         model.generate_batch([[5, 6, 7]], progress_bar=False, generation_config=config)
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(("section", "offload"), [("prefill", "never"), ("decode", "packed")])
-def test_batch_continues_after_sequences_end(offload, section, build, apply, decoding, ids):
-    model, padding = build(num_hidden_layers=6), (0, 30, 50, 110)
-    tokens, real = ids(206, batch=4), real_from(206, *padding)
-    applied = decoding(model).apply(model) if section == "decode" else apply(model, strict=True)
-    with applied as handle:
-        alone = []
-        for row, begin in enumerate(padding):
-            cache = handle.new_cache(offload=offload)
-            alone.append(fed(model, tokens[row : row + 1, begin:], (200 - begin, 1), cache)[0, -6:])
-        cache, rows = handle.new_cache(offload=offload), [0, 1, 2, 3]
-        fed(model, tokens[:, :200], (200,), cache, attention_mask=real[:, :200])
-        for step, stay in enumerate(([0, 1, 2, 3], [1, 3], [3])):
-            cache.batch_select_indices(torch.tensor([rows.index(row) for row in stay]))
-            rows, new = stay, slice(2 * step, 2 * step + 2)
-            more, end = tokens[rows, 200:][:, new], 202 + 2 * step
-            actual = fed(model, more, (1,), cache, attention_mask=real[rows, :end])
-            expected = torch.stack([alone[row][new] for row in rows])
-            torch.testing.assert_close(actual, expected, **CLOSE)
-        assert handle.stats()["decode" if section == "decode" else "sparse"] > 0
 
 
 def saved(model, folder):

@@ -233,7 +233,7 @@ def tiny_model(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
     transformers."""
     sizes = SIZES | FAMILIES.get(family, {}) | changes
     name = sizes.pop("model", family)
-    return _sharpened(_model(f"{name}ForCausalLM", f"{name}Config", sizes, seed))
+    return sharpened(_model(f"{name}ForCausalLM", f"{name}Config", sizes, seed))
 
 
 def pictured_model(family: str) -> Any:
@@ -243,7 +243,7 @@ def pictured_model(family: str) -> Any:
     text |= sizes.pop("text", None) or FAMILIES[family]
     text.pop("config", None)
     sizes |= {"text_config": text, "vision_config": sizes.pop("vision")}
-    return _sharpened(_model(f"{family}ForConditionalGeneration", f"{family}Config", sizes))
+    return sharpened(_model(f"{family}ForConditionalGeneration", f"{family}Config", sizes))
 
 
 def refused_model(name: str) -> Any:
@@ -259,9 +259,8 @@ def _model(name: str, config: str, sizes: dict[str, Any], seed: int = 0) -> Any:
     return getattr(transformers, name)(configuration).eval()
 
 
-def _sharpened(model: Any) -> Any:
-    # The default initialization makes attention nearly uniform, so all patterns would have the same
-    # output.
+def sharpened(model: Any) -> Any:
+    """Draw a model's weights so that attention is far from uniform, as patterns need it."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)

@@ -95,8 +95,10 @@ CONFORMANCE = {
 }
 
 SERVE = """
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import artifacts
@@ -105,6 +107,8 @@ from profiling.caches.parsing import CACHES
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 from runtime.vllm.policy_host import PagedPrompts, paged_policies
+from tests.conformance.test_cache_policies import test_every_policy_has_a_case
+from tests.runtime.caches.test_new_policy import CONFORMANCE, add
 from tests.runtime.tiny import tiny_model
 
 assert Path(artifacts.__file__).is_relative_to(Path(__file__).parent), artifacts.__file__
@@ -133,6 +137,15 @@ assert [layer.mean_kept for layer in cache.layers] == [11, 11]
 # vLLM's side.
 (paged, _) = paged_policies(loaded).values()
 assert isinstance(paged, PagedPrompts) and paged.pages[0].left(40) == 10
+
+# The suite fails without a test case.
+with pytest.raises(AssertionError):
+    test_every_policy_has_a_case()
+add(Path(), CONFORMANCE)
+for name in ("policy_definitions", "test_cache_policies"):
+    del sys.modules[f"tests.conformance.{name}"]
+options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-k", "edges or every_policy"]
+assert pytest.main([*options, "tests/conformance/test_cache_policies.py"]) == 0
 """
 
 
@@ -147,28 +160,14 @@ def add(folder: Path, walk: dict[str, dict[str, str]]) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder whose packages are imported first."""
-    script = "import runpy, sys; sys.path.insert(0, '.'); sys.argv = sys.argv[1:]; "
-    script += "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments], cwd=folder, capture_output=True, text=True
-    )
-
-
 def test_new_policy_needs_three_changes(tmp_path):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    suite = "tests/conformance/test_cache_policies.py"
-    options = ("pytest", "-q", "-p", "no:cacheprovider", "-n", "0")
     add(tmp_path, POLICY)
     (tmp_path / "serve.py").write_text(SERVE)
-    served = python(tmp_path, "serve")
-    assert served.returncode == 0, served.stdout + served.stderr
-    # The suite fails without a test case.
-    missing = python(tmp_path, *options, f"{suite}::test_every_policy_has_a_case")
-    assert missing.returncode == 1 and "edges" in missing.stdout, missing.stdout + missing.stderr
-    add(tmp_path, CONFORMANCE)
-    passed = python(tmp_path, *options, suite, "-k", "edges or every_policy")
-    assert passed.returncode == 0, passed.stdout + passed.stderr
+    # A script's folder comes before installed packages.
+    done = subprocess.run(
+        [sys.executable, "serve.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -20,14 +20,14 @@ from tests.runtime.tiny import LONGROPE
 @pytest.mark.parametrize("family", ["Phi3", "GPTNeoX", "Glm4"])
 def test_cache_positions_match_model_rotation(family, build, keeping, ids):
     more = {"head_dim": 64} if family == "Glm4" else {}
-    model, tokens = build(family, **more), ids(60)
+    model, tokens = build(family, **more), ids(40)
     if family == "GPTNeoX":
         model.model = model.gpt_neox
-    policy = Streaming(sinks=4, window=20)
-    with defined(model, policy, (50, 1)):
+    policy = Streaming(sinks=4, window=12)
+    with defined(model, policy, (30, 1)):
         expected = model(tokens, use_cache=False).logits
     with keeping(model, policy).apply(model) as handle:
-        actual = fed(model, tokens, (50, 1), handle.new_cache())
+        actual = fed(model, tokens, (30, 1), handle.new_cache())
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
@@ -68,25 +68,25 @@ def test_yarn_attention_factor_is_applied_once(build, keeping, ids):
         "rope_theta": 10000.0,
         "original_max_position_embeddings": 256,
     }
-    model, tokens = build(rope_parameters=rope), ids(100)
-    with keeping(model, Streaming(sinks=4, window=20)).apply(model) as handle:
+    model, tokens = build(rope_parameters=rope), ids(50)
+    with keeping(model, Streaming(sinks=4, window=12)).apply(model) as handle:
         by_one = fed(model, tokens, (1,), handle.new_cache())
-        torch.testing.assert_close(fed(model, tokens, (37,), handle.new_cache()), by_one, **CLOSE)
+        torch.testing.assert_close(fed(model, tokens, (19,), handle.new_cache()), by_one, **CLOSE)
     with keeping(model, Streaming(sinks=4, window=200)).apply(model) as handle:
         cache = handle.new_cache()
         torch.testing.assert_close(
-            fed(model, tokens, (37,), cache),
-            fed(model, tokens, (37,)),
+            fed(model, tokens, (19,), cache),
+            fed(model, tokens, (19,)),
             **CLOSE,
         )
 
 
-W = 24
+W = 12
 
 
 @pytest.mark.parametrize("chunk", [W - 1, W, W + 1, 2 * W + 3])
 def test_prompts_ending_in_earlier_chunk_continue(chunk, build, keeping, ids):
-    model, lengths, width, more = build("Gemma3", sliding_window=W), (96, 53, 7), 96, W + 3
+    model, lengths, width, more = build("Gemma3", sliding_window=W), (48, 27, 4), 48, W + 3
     prompts = [ids(n + more, seed=n)[0] for n in lengths]
     tokens = torch.zeros(3, width + more, dtype=torch.long)
     real = torch.ones_like(tokens)
