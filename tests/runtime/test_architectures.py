@@ -247,8 +247,8 @@ def test_readme_names_tested_versions():
     root = Path(__file__).parents[2]
     oldest = re.findall(r'"transformers>=([\d.]+),', (root / "pyproject.toml").read_text())
     newest = re.findall(r"^transformers==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M)
+    readme = (root / "README.md").read_text()
     versions = re.findall(
-        r"tested with transformers ([\d.]+) and with ([\d.]+), the oldest supported version",
-        (root / "README.md").read_text(),
+        r"transformers ([\d.]+) or newer .+ tested with ([\d.]+) and ([\d.]+)", readme
     )
-    assert versions == [(*newest, *oldest)]
+    assert versions == [(*oldest, *oldest, *newest)]
