@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 import artifacts
 from kernels.patterns import LayerPlan, make
 from runtime import LoadedArtifact, apply_dense
+from runtime.autocast import in_one_dtype
 from tests.default_dtype import OTHERS, default_dtype
 from tests.runtime.batches import fed, real_from
 from tests.runtime.conftest import SPARSE
@@ -266,3 +267,12 @@ def test_queries_widened_by_rotation_use_weight_dtype(way, build, serve, monkeyp
     for (way, offload), (logits, counts) in zip(ways, expected, strict=True):
         actual, stats = serve(model, way, offload=offload)
         assert stats == counts and torch.equal(actual, logits)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_in_one_dtype_under_autocast_is_autocasts_but_for_float64(wide):
+    tensors = torch.randn(3, 2, dtype=wide).unbind()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = {x.dtype for x in in_one_dtype(*tensors)}
+    assert found == {torch.bfloat16 if wide == torch.float32 else torch.float64}
+    assert {x.dtype for x in in_one_dtype(*tensors)} == {wide}
