@@ -49,8 +49,7 @@ def gate(run: SearchRun, limits: Limits, held_out: Iterator[list[Prompt]]) -> No
     heads = run.heads
     budget = run.budget
     chosen_on: list[TokenSequence] = []
-    for number, reference in enumerate(_references(run, held_out), start=1):
-        name = f"held-out set {number}"
+    for number, (name, reference) in enumerate(_references(run, held_out), start=1):
         losses, sequences, fault = _judge(run, limits, reference, name)
         run.add_trial(run.allocation, losses, name)
         if fault is None:
@@ -78,13 +77,15 @@ def gate(run: SearchRun, limits: Limits, held_out: Iterator[list[Prompt]]) -> No
         run.add_trial(allocation, losses, f"first contexts of {name}")
 
 
-def _references(run: SearchRun, held_out: Iterator[list[Prompt]]) -> Iterator[Reference]:
-    """Yield all sets, and then the last one for ever."""
-    for prompts in held_out:
-        reference = run.reference(prompts)
-        yield reference
+def _references(
+    run: SearchRun, held_out: Iterator[list[Prompt]]
+) -> Iterator[tuple[str, Reference]]:
+    """Yield the names and references of all sets, and then the last one for ever."""
+    for number, prompts in enumerate(held_out, start=1):
+        last = f"held-out set {number}", run.reference(prompts)
+        yield last
     while True:
-        yield reference
+        yield last
 
 
 def _judge(
