@@ -29,8 +29,6 @@ MATRIX_UNIT = {
     "sm_100": "tcgen05.mma",
     "gfx942": "v_mfma",
 }
-# Bytes a thread that the compiler may spill by its choice: four words, outside of the loops.
-SPILLED = 16
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -58,14 +56,14 @@ class Build:
         """True if nothing is left but a trap, as where tensor memory did not suffice."""
         return "trap;" in self.assembly and "ld." not in self.assembly
 
-    def excess(self, target: str, dtype: torch.dtype) -> str | None:
+    def excess(self, target: str, dtype: torch.dtype, spilled: int = 0) -> str | None:
         """What the device does not have, None if it suffices. float32, for checking, may spill."""
         limit = TARGETS[target][1]
         if self.empty:
             return "the compiler left only a trap"
         if self.shared > limit:
             return f"{self.shared} bytes of shared memory, the device has {limit}"
-        if dtype != torch.float32 and self.spilled > SPILLED:
+        if dtype != torch.float32 and self.spilled > spilled:
             return f"{self.spilled} bytes spilled at {self.registers} registers"
         return None
 
