@@ -75,6 +75,15 @@ def _native_code():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_flush():
+    """os.fsync does nothing: it protects against power failures, which no test has, and waits for
+    the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _long_texts():
     """Tokenise a long text once for all tokenizers that are alike: each command loads its own."""
     from profiling.prompts import tokens

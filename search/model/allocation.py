@@ -186,4 +186,5 @@ def spendable(
             f"--budget {share:g} is impossible at {length} tokens: {reason}; ask for a good deal "
             "more, or a longer --length"
         )
-    return max(_MARGIN * cheapest, cheapest + share * (heads.total(1.0) - cheapest)), reason
+    total = max(_MARGIN * cheapest, cheapest + share * (heads.total(1.0) - cheapest))
+    return total, f"{reason}; that and {share:g} of the rest is spent"
