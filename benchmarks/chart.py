@@ -33,8 +33,12 @@ COLORS = {
     "headwise": "#0072B2",
 }
 CHARTED = "SmolLM2-135M"
+QWEN = "Qwen2.5-Coder-0.5B"
 # Rows of the table: model, processor, result file, and the record in a file that holds several.
 ROWS = (
+    (QWEN, "EPYC Zen 4", "qwen_0.5b_first_token", "8192"),
+    (QWEN, "EPYC Zen 4", "qwen_0.5b_first_token", "16384"),
+    (QWEN, "EPYC Zen 4", "qwen_0.5b_first_token", "32768"),
     (CHARTED, "Granite Rapids (AMX)", "smollm2_first_token_printed", "granite_rapids_8192"),
     (CHARTED, "EPYC Zen 5", "smollm2_8192_rivals", None),
     (CHARTED, "EPYC Zen 4", "smollm2_8192_rivals_zen4", None),
@@ -42,9 +46,6 @@ ROWS = (
     (CHARTED, "Granite Rapids (AMX)", "smollm2_first_token_printed", "granite_rapids_32768"),
     (CHARTED, "EPYC Zen 5", "smollm2_32768_rivals", None),
     (CHARTED, "EPYC Zen 4", "smollm2_32768_rivals_zen4", None),
-    ("1B shape", "EPYC Zen 3 (float32)", "llama_1b_shape_prefill", "16_layers_8192"),
-    ("1B shape, 2 layers only", "EPYC Zen 3 (float32)", "llama_1b_shape_prefill", "2_layers_8192"),
-    ("1B shape, 2 layers only", "EPYC Zen 3 (float32)", "llama_1b_shape_prefill", "2_layers_32768"),
 )
 CAPTION = """\
 Time to first token in seconds, on two CPU cores, in bfloat16 unless a row names float32. An empty
@@ -53,7 +54,6 @@ cell was not measured.
 - *sdpa* is PyTorch's dense attention. *dense, our kernel* is Headwise's. *XAttention* is sparse.
 - The last column is the fastest dense time divided by Headwise's. Where several rounds were timed,
   it is the median of their ratios, which can differ a little from the ratio of the cells.
-- The 1B shape is Llama 3.2 1B with random weights and patterns set by hand, to measure speed only.
 - The name of each processor links to its measurements.
 """
 BEGIN = "<!-- first-token table -->"
