@@ -193,15 +193,6 @@ class SparseIndex:
         object.__setattr__(index, "_widths", self._widths)
         return index
 
-    def of_heads(self, heads: slice) -> SparseIndex:
-        """The index of some neighbouring heads alone."""
-        index = self.changed(
-            **{name: getattr(self, name)[:, heads] for name in ("diagonals", "offsets", "columns")},
-            skip=None if self.skip is None else self.skip[:, heads],
-        )
-        object.__setattr__(index, "_widths", self.widths()[heads])
-        return index
-
     def dense_from(self) -> int:
         """Key tile of the first dense row, past the last row if none; not if ragged."""
         return dense_from(self.dense_tail, self.k_len)

@@ -5,6 +5,8 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from kernels.index import PAD, TILE, SparseIndex, num_tiles
 from kernels.patterns import LayerPlan, Pattern, make
+from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 from tests.conformance import builder_cases
 from tests.conformance.builder_cases import Build, paged
@@ -209,3 +212,22 @@ def test_non_finite_values_affect_only_their_head(place, dtype, window):
     index = plan.build(q, k, window=window)
     check_entries(index)
     assert bool(same(index, clean)[~touched].all())
+
+
+def test_ragged_index_counts_tiles_by_sequence():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 300, 64), torch.randn(2, 1, 300, 64)
+    plan = LayerPlan([make("a_shape", sink=64, window=64), make("dense")], 1)
+    index = plan.build(q, k, ragged=Ragged.left_padded([300, 150], 300, 300))
+    each = [index.sequence(0), index.sequence(1)]
+    assert torch.equal(index.computed_tiles(), torch.cat([one.computed_tiles() for one in each]))
+    assert torch.equal(index.density(), torch.cat([one.density() for one in each]))
+    assert index.density()[:, 1].tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"index\.sequence"):
+        _ = index.causal_tiles
+
+
+def test_index_rejects_entries_that_are_no_dense_tensor():
+    index = dense_index(1, 1, 64, 64, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"columns must be a dense tensor, got .*sparse"):
+        replace(index, columns=index.columns.to_sparse()).check_shapes()

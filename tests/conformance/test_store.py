@@ -31,6 +31,7 @@ from artifacts import (
 from artifacts.analysis.sections import save_searched, with_seen
 from artifacts.schema.kv_cache import POLICY_KINDS
 from artifacts.schema.patterns import KINDS
+from artifacts.store import sidecar
 from artifacts.store.pair import locked
 from artifacts.store.windows import seen_windows
 from tests.artifacts.conftest import GOLDEN, arrays, every_kind, files_of, make, names, saved
@@ -82,6 +83,19 @@ def test_save_and_load_arrays_of_every_layout(tmp_path, make):
     for name, array in load_arrays(tmp_path / "cfg.yaml").items():
         assert array.shape == layouts[name].shape
         np.testing.assert_array_equal(array, layouts[name])
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "message"),
+    [("MAX_SIDECAR", 100, "a sidecar may have"), ("MAX_HEADER", 8, "a sidecar's may have 8")],
+)
+def test_save_of_arrays_beyond_a_limit_of_sidecars_writes_nothing(
+    tmp_path, make, arrays, monkeypatch, limit, most, message
+):
+    monkeypatch.setattr(sidecar, limit, most)
+    with pytest.raises(ArtifactError, match=message):
+        save(make(), tmp_path / "cfg.yaml", arrays)
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("step", ["replace", "fsync", "open"])

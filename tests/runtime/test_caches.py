@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from kernels.patterns import LayerPlan
-from runtime import LoadedArtifact
+from runtime import LoadedArtifact, memory_report
 from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
 
@@ -98,3 +98,11 @@ def test_turn_within_dense_tail_builds_no_index(build, artifact_for, ids, monkey
         if length < 81:
             expected = model(ids(length, seed=1), past_key_values=caches[1]).logits
             torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+def test_memory_report_of_a_plain_cache_counts_its_tokens(build, ids):
+    model, cache = build("Llama"), DynamicCache()
+    fed(model, ids(40), (39, 1), cache)
+    report = memory_report(cache)
+    assert [(layer.seen, layer.kept) for layer in report.layers] == [(40, 40)] * len(cache.layers)
+    assert report.device == sum(x.nbytes for each in cache.layers for x in (each.keys, each.values))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import random
 import re
 import tarfile
 from asyncio import base_events
@@ -13,6 +15,7 @@ import pytest
 
 from profiling.prompts import texts
 from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.prompts.words import compounds, words
 from tests.profiling.tokenizers import byte_level
 
 LENGTH = 4096
@@ -79,3 +82,10 @@ def test_statements_are_in_the_order_of_ast_walk():
             for way in (texts._statements, ast.walk)
         )
         assert result == expected and len(result) >= 4
+
+
+@pytest.mark.parametrize("endless", [words, compounds])
+def test_words_never_repeat(endless):
+    drawn = list(itertools.islice(endless(random.Random(0)), 60_000))
+    assert len(set(drawn)) == len(drawn)
+    assert any(word[-1] == "2" for word in drawn)
