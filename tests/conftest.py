@@ -76,8 +76,7 @@ def _native_code():
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_flush():
-    """os.fsync does nothing: it protects against power failures, which no test has, and waits for
-    the disk."""
+    """Skip os.fsync: it waits for the disk, and no test simulates a power failure."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield

@@ -187,4 +187,4 @@ def spendable(
             "more, or a longer --length"
         )
     total = max(_MARGIN * cheapest, cheapest + share * (heads.total(1.0) - cheapest))
-    return total, f"{reason}; that and {share:g} of the rest is spent"
+    return total, f"{reason}; the budget is this cost plus {share:g} of the rest"

@@ -339,4 +339,4 @@ def test_spendable_budget_exceeds_cheapest_candidates():
         minimum + 0.25 * (heads.total(1.0) - minimum)
     )
     assert why is not None and why.startswith("the cheapest candidates cost 0.")
-    assert why.endswith("that and 0.25 of the rest is spent")
+    assert why.endswith("the budget is this cost plus 0.25 of the rest")
