@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from artifacts.errors import number, plural
 from artifacts.page.layout import aligned
 from artifacts.schema.artifact import Artifact
+from artifacts.schema.evidence import percent
 from artifacts.schema.search import SearchInfo
 from artifacts.store.front_rows import served_point
 
@@ -78,7 +79,7 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         return []
     unit = {"seconds": " s", "flops": " FLOPs"}[section.unit]
     served = served_point(artifact, arrays)
-    rows = [["", "attention", "speedup", "kl", "recall", "density", "lost answers"]]
+    rows = [["", "attention", "speedup", "kl", "recall", "density", "at most lost"]]
     for i, point in enumerate(section.points):
         figures = [
             f"{point.speedup:.2f}x",
@@ -89,7 +90,7 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         if point.lost is None:
             lost = "-"
         else:
-            lost = f"{point.lost:,} of {section.dense_right:,}"
+            lost = percent(point.lost)
         if i == served:
             mark = "*"
         else:
@@ -99,6 +100,6 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         f"front at {section.length:,} tokens (*: served by default)",
         *aligned(rows, indent=2),
         f"  attention: predicted; dense attention takes {number(section.dense_cost)}{unit}",
-        "  kl (nats a token), recall and answers: on "
-        f"{section.measured_on.replace('_', '-')} prompts",
+        f"  kl (nats a token) and recall: on {section.measured_on.replace('_', '-')} prompts",
+        "  at most lost: correct answers, the upper bound of *, and predicted from it",
     ]

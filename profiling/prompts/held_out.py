@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 _ALIKE = 64
 # Seeds of searches that differ by little must not meet.
 SEED = 1_000_003
-# The number of the set of held-out prompts that `headwise gate` takes; no search takes it.
-GATE_SET = 4
+# The number of the first batch of held-out prompts that `headwise gate` takes; no search has as
+# many.
+GATE_SET = 1000
 # Seeds by which prompts of a text are sought that were not seen.
 _ROUNDS = 40
 

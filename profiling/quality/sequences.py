@@ -32,6 +32,9 @@ from profiling.quality.forced import answer_ids, asks, token_losses
 
 # Positions of a sequence that are compared; their dense log-probabilities are held in fp16.
 _MOST = 256
+# Tokens of a text whose losses are compared: their log-probabilities alone are held. 256 of them
+# would add as much to the spread of a perplexity as windows differ by.
+_TEXT = 2048
 _HELD = 1 << 25
 # Log-probabilities turned to fp32 at once.
 _ROWS = 128
@@ -115,7 +118,8 @@ class Losses:
 
     Attributes:
         kl: (P,) KL(dense || other) in nats at positions spread over the context.
-        nll, dense_nll: (P,) -log p of the tokens that follow them.
+        nll, dense_nll: (T,) -log p of the scored tokens: of the answers, or of a text up to 2,048
+            that are spread over it.
         answer_tokens: (A,) tokens of each answer.
         answer_nll, answer_dense_nll: (A,) -log p of each answer.
         right, dense_right: (A,) True if every token of an answer was the likeliest.
@@ -145,8 +149,8 @@ class _Predicted(NamedTuple):
 
     Attributes:
         log_probs: (P, V) at its positions.
-        nll: of all tokens of its answers, one after the other.
-        likeliest: tokens at the positions, and in place of the answers' tokens.
+        nll: of all scored tokens, one after the other.
+        likeliest: tokens at the positions, and in place of the scored tokens.
     """
 
     log_probs: Tensor
@@ -186,7 +190,7 @@ class Reference:
             nll: (S - 1,) -log p of each token but the first.
             likeliest: (S - 1,) the likeliest token in place of each token but the first.
         """
-        before = self._before_answers(number)
+        before = self._before_scored(number)
         positions = torch.cat([self.positions(number), before])
         self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[positions])
 
@@ -197,15 +201,14 @@ class Reference:
         dense = self._dense_predicted(number)
         other = self._predicted(number, self._attending(plans, sequence))
         ids = torch.tensor(sequence.ids, device=positions.device, dtype=torch.long)
-        targets = ids[positions + 1][:, None]
-        answers = ids[self._before_answers(number) + 1]
+        answers = ids[self._before_scored(number) + 1]
         sizes = [stop - start for start, stop in sequence.answers]
         right = other.likeliest[len(positions) :] == answers
         dense_right = dense.likeliest[len(positions) :] == answers
         return Losses(
             kl=_divergence(dense, other).cpu().numpy(),
-            nll=-other.log_probs.gather(1, targets)[:, 0].cpu().numpy(),
-            dense_nll=-dense.log_probs.gather(1, targets)[:, 0].float().cpu().numpy(),
+            nll=other.nll.cpu().numpy(),
+            dense_nll=dense.nll.cpu().numpy(),
             answer_tokens=np.array(sizes, dtype=np.int64),
             answer_nll=np.array([float(each.sum()) for each in _split(other.nll, sizes)]),
             answer_dense_nll=np.array([float(each.sum()) for each in _split(dense.nll, sizes)]),
@@ -223,22 +226,24 @@ class Reference:
     def _attending(self, plans: Plans, sequence: TokenSequence) -> AbstractContextManager[object]:
         return attending(self._model, planned(plans, sequence.context, backend=self._backend))
 
-    def _before_answers(self, number: int) -> Tensor:
-        """The positions before the tokens of a sequence's answers."""
-        spans = self.sequences[number].answers
-        positions = [at for start, stop in spans for at in range(start - 1, stop - 1)]
+    def _before_scored(self, number: int) -> Tensor:
+        """The positions before the tokens of a sequence's answers, or before those of a text."""
+        sequence = self.sequences[number]
+        if sequence.is_text:
+            return spread_positions(sequence.context, _TEXT).to(self._model.device)
+        positions = [at for start, stop in sequence.answers for at in range(start - 1, stop - 1)]
         return torch.tensor(positions, dtype=torch.long, device=self._model.device)
 
     @torch.inference_mode()
     def _predicted(self, number: int, applied: AbstractContextManager[object]) -> _Predicted:
         ids = torch.tensor(self.sequences[number].ids, device=self._model.device, dtype=torch.long)
         spread = self.positions(number)
-        before = self._before_answers(number)
+        before = self._before_scored(number)
         positions = torch.cat([spread, before])
         with applied:
             output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=positions)
-        logits, of_answers = output.logits[0].split([len(spread), len(before)])
-        nll = token_losses(of_answers, ids[before + 1]).clamp_max_(-LEAST)
+        logits, of_scored = output.logits[0].split([len(spread), len(before)])
+        nll = token_losses(of_scored, ids[before + 1]).clamp_max_(-LEAST)
         return _Predicted(log_probabilities(logits), nll, output.logits[0].argmax(-1))
 
 
