@@ -15,17 +15,19 @@ from search.model.allocation import Allocation, CostCurves
 from search.model.limits import Limits
 from search.model.losses import ContextLoss
 from search.model.prompts import HeldOut
-from search.model.proof import ERROR, ROUNDS, Kind, Proof, limit_of, prove
+from search.model.proof import ERROR, ROUNDS, Kind, Proof, prove
 from search.model.run import Round, SearchRun
 
 # Predicted loss to aim at, relative to the limit, so that it can be proven.
 AIM = 0.4
 # After a budget that was not proven the predicted loss is at most this part of the measured one.
 _AT_MOST = 0.5
-# A proven bound below this part of its limit asks for a cheaper budget, whose bound is predicted to
-# be the second part of the limit, and which has to save this fraction of dense attention's cost.
-_FAR_BELOW = 0.5
-_CHEAPER = 0.75
+# A raise is at least by this factor: where nothing is left to spend there is none.
+_LEAST_RAISE = 1.01
+# Measured losses below this part of their limits ask for a cheaper budget. Its predicted losses are
+# at most this factor larger, and it has to save this fraction of dense attention's cost.
+_FAR_BELOW = 0.2
+_LARGER = 2.0
 _WORTHWHILE = 0.02
 # Budgets of the frontier's other points, relative to the accepted one.
 _FRONT = (0.5, 2.0)
@@ -90,10 +92,9 @@ def _raised(run: SearchRun, last: Round, limits: Limits, held_out: HeldOut) -> R
     """
     heads = run.heads
     for spending in ROUNDS[1:]:
-        if last.allocation.cost >= heads.total(1.0) * 0.99:
+        allocation = cheapest(heads, last.allocation, _factors(last.proof))
+        if allocation.cost < last.allocation.cost * _LEAST_RAISE:
             break
-        factors = _factors(last.proof)
-        allocation = cheapest(heads, last.allocation, factors)
         if run.ranks.is_first:
             announce(
                 f"{last.name} proves nothing: {last.proof.verdict.why}; budget raised from "
@@ -123,19 +124,12 @@ def _factors(proof: Proof) -> dict[Kind, float]:
 
 
 def _cheaper(run: SearchRun, first: Round, limits: Limits, held_out: HeldOut) -> Round:
-    """Try one cheaper allocation where all bounds are far below their limits."""
+    """Try one cheaper allocation where all measured losses are far below their limits."""
     verdict = first.proof.verdict
-    bounds: dict[Kind, float | None] = {
-        "text": verdict.perplexity_high,
-        "answer": verdict.lost_high,
-    }
-    ratios = {
-        kind: high / limit_of(kind, limits) for kind, high in bounds.items() if high is not None
-    }
+    ratios = first.proof.ratios
     if not ratios or max(ratios.values()) > _FAR_BELOW:
         return first
-    # A bound of next to nothing, or below, says little of a budget at which much is lost.
-    factors = {kind: min(_CHEAPER / max(ratio, 0.1), 4.0) for kind, ratio in ratios.items()}
+    factors = {kind: min(AIM / max(ratio, 1e-9), _LARGER) for kind, ratio in ratios.items()}
     heads = run.heads
     allocation = cheapest(heads, first.allocation, factors)
     saved = heads.share(first.allocation.cost) - heads.share(allocation.cost)

@@ -98,7 +98,9 @@ def test_last_look_that_proves_nothing_names_contexts_that_would():
     assert [given for kind, _, given in contexts.taken if kind == "answer"] == [4, 4, 8]
     why = proof.verdict.why
     assert proof.fault is None and not proof.verdict.proven
-    assert why.startswith("up to ") and " after 16 contexts, the limit is 5.0% (--max-lost); " in why
+    assert (
+        why.startswith("up to ") and " after 16 contexts, the limit is 5.0% (--max-lost); " in why
+    )
     needed = int(why.split("about ")[1].split()[0])
     more = Contexts(answers(steady(0.02, 0.06, needed)))
     (high,) = {bound("answer", more.left["answer"], LIMITS, ERROR * 0.6).high}
@@ -168,11 +170,15 @@ def simulated(draw: Callable[[], np.ndarray], correct: int, trials: int) -> floa
     """Fraction of trials that are proven."""
     proven = 0
     for _ in range(trials):
-        proven += Contexts(answers(draw() / correct, correct)).prove(error=0.8 * ERROR).verdict.proven
+        proven += (
+            Contexts(answers(draw() / correct, correct)).prove(error=0.8 * ERROR).verdict.proven
+        )
     return proven / trials
 
 
-@pytest.mark.parametrize(("answers_of_a_look", "correlation"), [(72, 0.0), (150, 0.05), (600, 0.05)])
+@pytest.mark.parametrize(
+    ("answers_of_a_look", "correlation"), [(72, 0.0), (150, 0.05), (600, 0.05)]
+)
 def test_loss_at_its_limit_is_rarely_proven(answers_of_a_look, correlation):
     """The error of all looks together is at most 5%; benchmarks/gate_errors.py has 20,000 trials."""
     rng = np.random.default_rng(answers_of_a_look)
