@@ -180,7 +180,7 @@ def simulated(draw: Callable[[], np.ndarray], correct: int, trials: int) -> floa
     ("answers_of_a_look", "correlation"), [(72, 0.0), (150, 0.05), (600, 0.05)]
 )
 def test_loss_at_its_limit_is_rarely_proven(answers_of_a_look, correlation):
-    """The error of all looks together is at most 5%; benchmarks/gate_errors.py has 20,000 trials."""
+    """The error of all looks together is at most 5% (benchmarks/gate_errors.py: 20,000 trials)."""
     rng = np.random.default_rng(answers_of_a_look)
     correct = answers_of_a_look // 4
 
