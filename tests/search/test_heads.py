@@ -182,7 +182,7 @@ def test_demo_searches_applies_and_prints_key_and_picture(tiny_model, loaded, tm
     assert output.startswith("$ the command\n") and f"wrote {out}" in output
     *_, key, picture, last = output.splitlines()
     assert re.fullmatch(
-        rf"first token [\d.]+ s -> [\d.]+ s, [\d.]+x at {LENGTH} tokens; at most .* more perplexity .*",
+        rf"first token [\d.]+ s -> [\d.]+ s, [\d.]+x at {LENGTH} tokens; at most .* perplexity .*",
         last,
     )
     assert re.match(rf"pass key \d+ hidden in {LENGTH} tokens: not found by dense attention", key)

