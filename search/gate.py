@@ -53,7 +53,7 @@ from runtime.layers import make_plans
 from search.model.evidence import HELD_OUT, prompt_set, validated
 from search.model.limits import Limits
 from search.model.losses import advice, context_losses, format_row, summary, task_figures, verdict
-from search.model.prompts import held_out_prompts
+from search.model.prompts import announce_fewer, held_out_prompts
 from search.model.transfer import check_shape, write_for
 
 if TYPE_CHECKING:
@@ -147,8 +147,9 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         check(artifact.model, loaded.model)
     else:
         check_shape(artifact, loaded)
+    tasks = config.tasks or GATE_TASKS
     prompts = held_out_prompts(
-        config.tasks or GATE_TASKS,
+        tasks,
         loaded,
         length=length,
         samples=config.samples,
@@ -157,6 +158,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         # A set that no search uses: its own may have raised the budget.
         number=GATE_SET,
     )
+    announce_fewer(tasks, prompts, length=length, samples=config.samples, held_out=True)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, length)
     losses = []
@@ -164,16 +166,16 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         for number in range(len(reference.sequences)):
             losses.append(reference.losses(number, plans))
             shown.update()
-    tasks = task_figures(context_losses(reference.sequences, losses), length)
-    fault = config.limits.violation(tasks)
+    figures = task_figures(context_losses(reference.sequences, losses), length)
+    fault = config.limits.violation(figures)
     if fault:
         heads = _worst(loaded, artifact, arrays, prompts)
     else:
         heads = ()
     result = GateResult(
-        tasks=tasks,
+        tasks=figures,
         fault=fault,
-        verdict=verdict(tasks),
+        verdict=verdict(figures),
         heads=heads,
     )
     if config.out is None or not result.passes:
@@ -181,7 +183,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
     evidence = Evidence(
         verdict=result.verdict,
         reported_on=prompt_set(HELD_OUT, reference.sequences),
-        tasks=validated(tasks),
+        tasks=validated(figures),
     )
     left_out = write_for(loaded, config.out, artifact, arrays, evidence)
     return replace(result, left_out=left_out)

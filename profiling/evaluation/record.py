@@ -50,6 +50,7 @@ def record_of(
         "curves": [asdict(curve) for curve in curves(measured.rows)],
         "grid": [asdict(cell) for cell in grid(measured.rows)],
         "seen_by_search": measured.seen_by_search,
+        "fewer_prompts": measured.fewer_prompts,
         **timed_record(times),
     }
 

@@ -25,6 +25,7 @@ from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, Visit, attending
+from profiling.prompts.held_out import units
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import by_context, spread_positions
@@ -51,6 +52,7 @@ class TokenSequence:
         answers: half-open ranges of ids that are right answers.
         labels: the kind of each, where there are several.
         task: as profiling.prompts.prompt.Task.name has it.
+        unit: the same for sequences that are not independent; empty: of its own.
     """
 
     task: str
@@ -58,6 +60,7 @@ class TokenSequence:
     context: int
     answers: tuple[tuple[int, int], ...]
     labels: tuple[str, ...] = ()
+    unit: str = ""
 
     @property
     def is_text(self) -> bool:
@@ -83,6 +86,7 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
     """
     after = Encoder(tokenizer)("\n")[:2]
     joined = []
+    unit_of = {at: str(unit[0]) for unit in units(prompts) for at in unit}
     for numbers in by_context(prompts):
         first = prompts[numbers[0]]
         ids = list(first.context)
@@ -104,6 +108,7 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
                 context=len(first.context),
                 answers=tuple(spans),
                 labels=tuple(labels),
+                unit=unit_of[numbers[0]],
             )
         )
     return joined

@@ -19,8 +19,16 @@ from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
 from profiling.models.device import device_of, dtype_of
 from profiling.models.loading import LoadedModel
-from profiling.progress import Phase, phase
-from profiling.prompts.prompt import Find, Prompt, Task, digest, make_prompts, parse_task
+from profiling.progress import Phase, announce, phase
+from profiling.prompts.prompt import (
+    Find,
+    Prompt,
+    Task,
+    digest,
+    fewer_sentences,
+    make_prompts,
+    parse_task,
+)
 from profiling.prompts.tokens import Encoder
 from profiling.similarities.accumulator import FROZEN, Accumulator, worst_of
 from profiling.similarities.config import DEFAULT_LENGTH, DEFAULT_TOP_K, TAIL, SimilarityConfig
@@ -53,6 +61,11 @@ def measure(
     tasks = [parse_task(task) for task in config.tasks]
     if prompts is None:
         prompts = prompts_of(config, loaded.tokenizer)
+        for task in tasks:
+            own = prompts[task.name]
+            length = prompt_length(config, task)
+            for line in fewer_sentences([task], own, length=length, samples=config.samples):
+                announce(line)
     arrays: dict[str, np.ndarray] = {}
     total = sum(map(len, prompts.values())) * config.steps
     with phase("decoding", total, "steps") as shown:

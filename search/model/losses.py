@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain
 from math import ceil, exp
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ class ContextLoss:
     Attributes:
         task: the sequence's; where its answers are of several kinds, one of them after a slash.
         digest: of the sequence.
+        unit: the same for sequences that are not independent; empty: of its own.
         kl: mean over its compared positions, nats a token.
         text: mean rise of -log p of its tokens; None where answers are asked for.
         rise: rise of its answers' -log p in all.
@@ -53,6 +53,7 @@ class ContextLoss:
     dense_right: int = 0
     lost: int = 0
     won: int = 0
+    unit: str = ""
 
     @classmethod
     def of(cls, task: str, sequence: TokenSequence, losses: Losses) -> ContextLoss:
@@ -63,6 +64,7 @@ class ContextLoss:
         return cls(
             task=task,
             digest=sequence.digest,
+            unit=sequence.unit,
             kl=float(losses.kl.mean()),
             text=text,
             rise=float((losses.answer_nll - losses.answer_dense_nll).sum()),
@@ -122,14 +124,15 @@ def _by_task(contexts: Iterable[ContextLoss]) -> dict[str, list[ContextLoss]]:
 
 
 def _joined(contexts: Iterable[ContextLoss]) -> list[ContextLoss]:
-    """Join the answers of each sequence, of whatever kinds: they are one unit of an interval.
+    """Join the answers of each unit of an interval, of whatever kinds: of a sequence, or several.
 
     One task's answers may be too few for a loss to show.
     """
-    by_digest = attrgetter("digest")
+    units: dict[str, list[ContextLoss]] = {}
+    for context in contexts:
+        units.setdefault(context.unit or context.digest, []).append(context)
     joined = []
-    for _, group in groupby(sorted(contexts, key=by_digest), key=by_digest):
-        parts = list(group)
+    for parts in units.values():
         sums = {
             name: sum(getattr(part, name) for part in parts)
             for name in ("rise", "tokens", "answers", "dense_right", "lost", "won")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.schema.search import MAX_WINDOWS
 from profiling.models.loading import LoadedModel
+from profiling.progress import announce
 from profiling.prompts.held_out import GATE_SET, Seen, held_out
 from profiling.prompts.kind import LengthTooShort
 from profiling.prompts.prompt import (
     CALIBRATED_TASKS,
     GATE_TASKS,
     Prompt,
+    fewer_sentences,
     make_prompts,
     parse_task,
     per_context,
@@ -103,9 +105,7 @@ def held_out_prompts(
         options: dict[str, Any] = {"length": tokens, "seed": seed, "seen": seen, "number": number}
         prompts = []
         for task in names:
-            times = CONTEXTS
-            if parse_task(task).kind in ("text", "prose"):
-                times = 2
+            times = _times(task)
             if parse_task(task).has_text:
                 while times > 1 and not _has(task, loaded, samples=times * samples, **options):
                     times //= 2
@@ -113,6 +113,33 @@ def held_out_prompts(
         return prompts
 
     return _made(make, length, "held-out", by_default=names == GATE_TASKS)
+
+
+def _times(task: str) -> int:
+    """Held-out contexts of a task for each sample, if its text is long enough."""
+    if parse_task(task).kind in ("text", "prose"):
+        return 2
+    return CONTEXTS
+
+
+def announce_fewer(
+    tasks: Iterable[str], prompts: Sequence[Prompt], *, length: int, samples: int, held_out: bool
+) -> None:
+    """Announce each task whose text has fewer prompts than were asked for.
+
+    Args:
+        tasks: of the prompts.
+        prompts: to calibrate on, or held out.
+        length: of the prompts.
+        samples: see ModelSearch.
+        held_out: whether the prompts are held out.
+    """
+    for task in dict.fromkeys(tasks):
+        wanted = samples
+        if held_out:
+            wanted *= _times(task)
+        for line in fewer_sentences([task], prompts, length=length, samples=wanted):
+            announce(line)
 
 
 def _made(

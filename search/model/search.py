@@ -11,6 +11,7 @@ import sys
 import time
 from importlib import import_module
 from itertools import chain
+from typing import Any
 
 from artifacts import ModelInfo
 from artifacts.files import check_writable
@@ -26,7 +27,12 @@ from search.model.allocation import CostCurves, spendable
 from search.model.candidates import candidate_grid
 from search.model.config import ModelSearch
 from search.model.costs import Costs
-from search.model.prompts import calibration_prompts, held_out_sets, length_of
+from search.model.prompts import (
+    announce_fewer,
+    calibration_prompts,
+    held_out_sets,
+    length_of,
+)
 from search.model.record import build, write
 from search.model.refine import refine
 from search.model.run import SearchRun
@@ -86,6 +92,9 @@ def search_model(
     held_out = chain([first], held_out)
 
     if joined.is_first:
+        about: dict[str, Any] = {"length": length, "samples": config.samples}
+        announce_fewer(config.tasks, prompts, held_out=False, **about)
+        announce_fewer(config.held_out_tasks, first, held_out=True, **about)
         check_storage(config.storage)
     started = start_run(
         config,

@@ -215,6 +215,7 @@ def record(**changes: Any) -> dict[str, Any]:
             figure("oracle", 0.95, "better"),
         ],
         "seen_by_search": [],
+        "fewer_prompts": [],
         **timed_record(times()),
         **changes,
     }

@@ -297,6 +297,16 @@ def test_passing_result_reports_text_and_answers():
     assert summary([answers, text()]) == "correct answers -1% (95% interval -10% to -1%)"
 
 
+def test_task_figures_pool_tasks_of_one_text_by_its_windows():
+    contexts = [
+        replace(context, unit=context.digest, digest=f"{task}{context.digest}")
+        for task in ("a", "b")
+        for context in contexts_of(task, 300, 4)
+    ]
+    *_, pool = task_figures(contexts)
+    assert (pool.task, pool.prompts, pool.answers) == (POOL, 4, 1600)
+
+
 def contexts_of(task: str, right: int, count: int) -> list[ContextLoss]:
     """Spread `right` correct answers over `count` contexts."""
     spread = [right // count + (at < right % count) for at in range(count)]
