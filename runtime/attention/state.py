@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from artifacts import Evidence, HeadwiseError
 from artifacts.errors import one_line, shorten
@@ -27,7 +28,10 @@ from runtime.attention.context import Context, Sequence
 from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
+from runtime.omnikv.session import pass_cache
 
+# In a model's configuration.
+ATTENTION_NAME = "headwise"
 # With fewer keys attention is a small part of a prefill, and the model's own serves.
 MIN_KEYS_DENSE = 1024
 # Messages of torch's allocators that raise a plain RuntimeError.
@@ -126,12 +130,14 @@ class Layer:
     Attributes:
         plan: its prefill, None for a layer left alone.
         role: its decode, None for a layer left alone.
+        hooks: hooks on the module, which end with the application.
     """
 
     settings: Settings
     number: int
     plan: LayerPlan | None
     role: Role | None = None
+    hooks: list[RemovableHandle] = field(default_factory=list, init=False)
 
     @cached_property
     def planned_heads(self) -> tuple[int, int]:
@@ -355,6 +361,8 @@ def remember(
     _configs[key] = _Applied(reference, settings, before)
     for module, layer in modules.items():
         setattr(module, _ATTRIBUTE, layer)
+        if layer.role is not None:
+            layer.hooks.append(pass_cache(module, ATTENTION_NAME))
 
 
 def forget(settings: Settings, modules: Iterable[nn.Module]) -> None:
@@ -362,6 +370,8 @@ def forget(settings: Settings, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if (layer := layer_of(module)) is not None and layer.settings is settings:
             delattr(module, _ATTRIBUTE)
+            for hook in layer.hooks:
+                hook.remove()
     for key, applied in list(_configs.items()):
         if applied.settings is settings:
             _configs.pop(key, None)
