@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from artifacts import Evidence, HeadwiseError
 from artifacts.errors import one_line, shorten
 from kernels.patterns import LayerPlan
-from kernels.registry import CannotBuildError
+from kernels.registry import CannotBuildError, NoKernelError
 from runtime.attention.context import Context, Sequence
 from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
@@ -36,6 +36,8 @@ ATTENTION_NAME = "headwise"
 MIN_KEYS_DENSE = 1024
 # Messages of torch's allocators that raise a plain RuntimeError.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+# Category, and first words of the message, of kernels.registry.NoKernelError.
+_NO_KERNEL = "no fast kernel"
 _Served = TypeVar("_Served")
 _log = logging.getLogger("headwise")
 
@@ -285,6 +287,8 @@ def error_category(error: Exception) -> str | None:
     if isinstance(error.__cause__, CannotBuildError):
         # Of a kernel that was selected by its name.
         error = error.__cause__
+    if isinstance(error, NoKernelError):
+        return _NO_KERNEL
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
@@ -296,8 +300,8 @@ def error_category(error: Exception) -> str | None:
 
 
 def message(error: Exception) -> str:
-    """First line of an error's message."""
-    lines = str(error).strip().splitlines()
+    """First line of an error's message, without its category."""
+    lines = str(error).removeprefix(f"{_NO_KERNEL}: ").strip().splitlines()
     if not lines:
         return "no message"
     return shorten(one_line(lines[0]), 200)[1:-1]

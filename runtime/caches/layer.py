@@ -201,6 +201,8 @@ class PolicyLayer(CacheLayerMixin):
     def take(self, q: Tensor, spans: Spans | None, **options: Any) -> Iterable[Part]:
         """Take the tokens of the last update: their parts, each to be served before the next.
 
+        Then comes finish(): a call that was interrupted leaves a cache that takes no more tokens.
+
         Args:
             q: (B, H, Q, D).
             spans: the new slots of each sequence that hold tokens; None for all.
@@ -212,7 +214,6 @@ class PolicyLayer(CacheLayerMixin):
                 "only"
             )
         k, v = self._new
-        self._new = None
         # The cache keeps the dtype of the first tokens, also if autocast was turned on or off.
         call = Step(q=q.to(self.dtype), k=k.to(self.dtype), v=v.to(self.dtype), **options)
         if spans is None:
@@ -224,6 +225,10 @@ class PolicyLayer(CacheLayerMixin):
             )
             self._draft = _Draft(call, spans, before, [list(runs) for runs in self._runs])
         return self._take(call, spans)
+
+    def finish(self) -> None:
+        """End a call: all parts were served."""
+        self._new = None
 
     def _take(self, call: Step, spans: Spans) -> Iterable[Part]:
         """Parts of a call, whose tokens are in the last slots."""
