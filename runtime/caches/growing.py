@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from artifacts import HeadwiseError
 from runtime.autocast import in_one_dtype
 from runtime.caches.policy import grown, with_headroom
-from runtime.omnikv.bank import Bank, OffloadedTensor
+from runtime.omnikv.bank import Bank, OffloadedTensor, indices_on
 
 _NAMES = ("keys", "values")
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
@@ -178,7 +178,7 @@ class GrowingLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """See DynamicLayer.batch_select_indices."""
         if self.is_initialized:
-            indices = torch.as_tensor(indices, device=self.device)
+            indices = indices_on(indices, self.device)
         super().batch_select_indices(indices)
 
 
@@ -274,7 +274,7 @@ class FilterLayer(GrowingLayer):
         written = self._written
         super().batch_select_indices(indices)
         if history is not None:
-            self.history = history[torch.as_tensor(indices, device=history.device)]
+            self.history = history[indices_on(indices, history.device)]
             self._written = written
 
 

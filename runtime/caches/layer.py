@@ -427,7 +427,9 @@ class PolicyLayer(CacheLayerMixin):
         }
         wanted: dict[int, tuple[_SubBatch, list[int], list[int]]] = {}
         # Also negative ones, and a mask, as a tensor takes them.
-        selected = torch.arange(len(self._runs), device="cpu")[torch.as_tensor(indices).cpu()]
+        if isinstance(indices, Tensor):
+            indices = indices.cpu()
+        selected = torch.arange(len(self._runs), device="cpu")[indices]
         rows_of_new = selected.tolist()
         for new, row in enumerate(rows_of_new):
             batch, place = places[row]

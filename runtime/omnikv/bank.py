@@ -306,7 +306,9 @@ class Bank:
         if not first_asked:
             latest = self._selected
             # All layers of a cache get the same tensor: comparing another one waits for its device.
-            if latest is not sequences and not torch.equal(_on_host(latest), _on_host(sequences)):
+            if latest is not sequences and not torch.equal(
+                indices_on(latest, "cpu"), indices_on(sequences, "cpu")
+            ):
                 self._asked[layer] = -1
             self._check(layer)
             return
@@ -315,7 +317,7 @@ class Bank:
         self._batch_before = self.batch
         self.settle()
         # Also negative ones, and a mask, as a tensor takes them.
-        sequences = torch.arange(self.batch, device="cpu")[_on_host(sequences)]
+        sequences = torch.arange(self.batch, device="cpu")[indices_on(sequences, "cpu")]
         length = self._length
         self.copy_engine.synchronize()
         old = self.pages
@@ -395,8 +397,11 @@ class Bank:
         self.copy_engine.deliver(staged, slots.view(-1, self.row.width), torch.cat(order))
 
 
-def _on_host(indices: Any) -> Tensor:
-    return torch.as_tensor(indices, device="cpu")
+def indices_on(indices: Any, device: torch.device | str) -> Tensor:
+    """Indices of sequences, or a mask as a tensor, on a device."""
+    if isinstance(indices, Tensor):
+        return indices.to(device)
+    return torch.tensor(indices, device=device, dtype=torch.long)
 
 
 def replaced(held: Tensor, selected: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

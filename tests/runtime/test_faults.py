@@ -279,9 +279,11 @@ def test_decode_section_without_kernels_is_dense(
         assert handle.stats()["dense"]["no fast kernel"] > 0
     torch.testing.assert_close(actual, expected, **CLOSE)
     assert any("its kernel failed to build" in line for line in warnings())
-    with decoding(model, **changes).apply(model, strict=True) as handle:
-        with pytest.raises(HeadwiseError, match="its kernel failed to build"):
-            fed(model, tokens, (128, 128, 1), handle.new_cache(offload=offload))
+    with (
+        decoding(model, **changes).apply(model, strict=True) as handle,
+        pytest.raises(HeadwiseError, match="its kernel failed to build"),
+    ):
+        fed(model, tokens, (128, 128, 1), handle.new_cache(offload=offload))
 
 
 @pytest.mark.parametrize(
@@ -302,13 +304,13 @@ def test_cache_that_drops_tokens_without_kernels_raises(policy, build, keeping, 
                 model(ids(150), past_key_values=cache)
             reason = str(raised.value)
             if not reason.startswith("this cache holds tokens that no attention saw"):
-                assert reason.startswith(
-                    "a cache that drops tokens cannot serve this call: no fast"
-                )
+                assert "a cache that drops tokens cannot serve this call: no fast kernel" in reason
                 assert "cpu: its kernel failed to build: RuntimeError: no assembler" in reason
         assert reason.startswith("this cache holds tokens that no attention saw")
         with pytest.raises(HeadwiseError, match="cannot serve this call: no fast kernel"):
             model(ids(1), past_key_values=handle.new_cache())
-    with keeping(model, policy).apply(model, backend="cpu") as handle:
-        with pytest.raises(HeadwiseError, match="'cpu' cannot serve this call: its kernel failed"):
-            model(ids(150), past_key_values=handle.new_cache())
+    with (
+        keeping(model, policy).apply(model, backend="cpu") as handle,
+        pytest.raises(HeadwiseError, match="'cpu' cannot serve this call: its kernel failed"),
+    ):
+        model(ids(150), past_key_values=handle.new_cache())
