@@ -80,8 +80,8 @@ def own_mask_and_plain_cache(model: Any, handle: Any, ids: Any) -> Any:
 
 
 def own_mask_without_cache(model: Any, handle: Any, ids: Any) -> Any:
-    causal = torch.ones(1, 1, LENGTH + 1, LENGTH + 1, dtype=torch.bool).tril()
-    return model(ids(LENGTH + 1, seed=5), attention_mask=causal, use_cache=False).logits
+    causal = torch.ones(1, 1, 200, 200, dtype=torch.bool).tril()
+    return model(ids(200, seed=5), attention_mask=causal, use_cache=False).logits
 
 
 def plain_cache(model: Any, handle: Any, ids: Any) -> Any:
