@@ -305,10 +305,9 @@ def makes_drafts(config: Any) -> bool:
     this process is made first: vLLM loads the served model before its drafts.
     """
     own = None if _latest is None else _latest.config
-    speculative = config.speculative_config
-    if own is None or own is config or speculative is None:
+    if own is None or own is config or config.speculative_config is None:
         return False
-    return speculative is own.speculative_config
+    return config.speculative_config is own.speculative_config
 
 
 def latest() -> Engine | None:
