@@ -15,8 +15,9 @@ from artifacts.errors import one_line
 from kernels.patterns import LayerPlan
 from kernels.registry import BACKENDS
 from runtime.allocator import keep_freed_memory
-from runtime.attention.function import ATTENTION_NAME, register
+from runtime.attention.function import register
 from runtime.attention.state import (
+    ATTENTION_NAME,
     CallCounter,
     Layer,
     Settings,

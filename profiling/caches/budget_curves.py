@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.decode import MAX_QUERIES, decode_attention
+from kernels import registry
+from kernels.call import MAX_QUERIES, Operands
+from kernels.decode import decode_attention
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
@@ -130,7 +132,9 @@ def _walk(
     k = inputs.k
     v = inputs.v
     s_len = inputs.q.shape[2]
-    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
+    # As a search does: slow where there is no kernel.
+    backend = registry.fast("decode", Operands(q, k, v))[0] or "reference"
+    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
     scores = torch.zeros(k.shape[:3], device=k.device, dtype=torch.float32)
     blocks = math.ceil(s_len / MAX_QUERIES)
     first = min(blocks - 1, math.ceil(blocks * _FIRST))

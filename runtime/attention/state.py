@@ -18,20 +18,26 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from artifacts import Evidence, HeadwiseError
 from artifacts.errors import one_line, shorten
 from kernels.patterns import LayerPlan
-from kernels.registry import CannotBuildError
+from kernels.registry import CannotBuildError, NoKernelError
 from runtime.attention.context import Context, Sequence
 from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
+from runtime.omnikv.session import pass_cache
 
+# In a model's configuration.
+ATTENTION_NAME = "headwise"
 # With fewer keys attention is a small part of a prefill, and the model's own serves.
 MIN_KEYS_DENSE = 1024
 # Messages of torch's allocators that raise a plain RuntimeError.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+# Category, and first words of the message, of kernels.registry.NoKernelError.
+_NO_KERNEL = "no fast kernel"
 _Served = TypeVar("_Served")
 _log = logging.getLogger("headwise")
 
@@ -126,12 +132,14 @@ class Layer:
     Attributes:
         plan: its prefill, None for a layer left alone.
         role: its decode, None for a layer left alone.
+        hooks: hooks on the module, which end with the application.
     """
 
     settings: Settings
     number: int
     plan: LayerPlan | None
     role: Role | None = None
+    hooks: list[RemovableHandle] = field(default_factory=list, init=False)
 
     @cached_property
     def planned_heads(self) -> tuple[int, int]:
@@ -279,6 +287,8 @@ def error_category(error: Exception) -> str | None:
     if isinstance(error.__cause__, CannotBuildError):
         # Of a kernel that was selected by its name.
         error = error.__cause__
+    if isinstance(error, NoKernelError):
+        return _NO_KERNEL
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
@@ -290,8 +300,8 @@ def error_category(error: Exception) -> str | None:
 
 
 def message(error: Exception) -> str:
-    """First line of an error's message."""
-    lines = str(error).strip().splitlines()
+    """First line of an error's message, without its category."""
+    lines = str(error).removeprefix(f"{_NO_KERNEL}: ").strip().splitlines()
     if not lines:
         return "no message"
     return shorten(one_line(lines[0]), 200)[1:-1]
@@ -355,6 +365,8 @@ def remember(
     _configs[key] = _Applied(reference, settings, before)
     for module, layer in modules.items():
         setattr(module, _ATTRIBUTE, layer)
+        if layer.role is not None:
+            layer.hooks.append(pass_cache(module, ATTENTION_NAME))
 
 
 def forget(settings: Settings, modules: Iterable[nn.Module]) -> None:
@@ -362,6 +374,8 @@ def forget(settings: Settings, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if (layer := layer_of(module)) is not None and layer.settings is settings:
             delattr(module, _ATTRIBUTE)
+            for hook in layer.hooks:
+                hook.remove()
     for key, applied in list(_configs.items()):
         if applied.settings is settings:
             _configs.pop(key, None)

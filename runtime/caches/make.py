@@ -138,7 +138,7 @@ def _omnikv_layers(
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:
         if roles[number].is_filter:
-            layers[number] = FilterLayer(number, section.window, served.get(number, ()))
+            layers[number] = FilterLayer(section.window, served.get(number, ()))
     return layers
 
 
