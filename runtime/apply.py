@@ -33,6 +33,7 @@ from runtime.layers import (
     check_sections,
     full_layers,
     make_plans,
+    surrounding,
     text_config,
 )
 from runtime.memory import CacheBytes, cache_bytes
@@ -150,8 +151,9 @@ def _plan(
         decode=decode,
         evicts=evicts,
     )
+    around = surrounding(model, modules.values())
     layers = {
-        module: Layer(settings, number, plans.get(number), roles.get(number))
+        module: Layer(settings, number, plans.get(number), roles.get(number), around[module])
         for number, module in modules.items()
     }
     return layers, settings

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -110,6 +111,19 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     if not layers:
         raise HeadwiseError(f"{kind} {_why_none(model, config)}")
     return dict(sorted(layers.items()))
+
+
+def surrounding(
+    model: nn.Module, modules: Iterable[nn.Module]
+) -> dict[nn.Module, tuple[weakref.ref[nn.Module], ...]]:
+    """References to the modules that each of some modules of a model is part of, the model first."""
+    names = {module: name for name, module in model.named_modules()}
+    around = {}
+    for module in modules:
+        parts = names[module].split(".")
+        outer = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        around[module] = tuple(map(weakref.ref, outer))
+    return around
 
 
 def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind:

@@ -27,6 +27,7 @@ from runtime.attention.context import Context, Sequence
 from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
+from runtime.training import GRADIENTS, TRAINING, differentiated
 
 # With fewer keys attention is a small part of a prefill, and the model's own serves.
 MIN_KEYS_DENSE = 1024
@@ -126,18 +127,32 @@ class Layer:
     Attributes:
         plan: its prefill, None for a layer left alone.
         role: its decode, None for a layer left alone.
+        around: the modules that the module is part of, the model first.
     """
 
     settings: Settings
     number: int
     plan: LayerPlan | None
     role: Role | None = None
+    around: tuple[weakref.ref[nn.Module], ...] = ()
 
     @cached_property
     def planned_heads(self) -> tuple[int, int]:
         """Query and KV heads that the plan is for."""
         assert self.plan is not None
         return len(self.plan.patterns), self.plan.num_kv_heads
+
+    @property
+    def in_training(self) -> bool:
+        """True if a module that the module is part of is in training mode.
+
+        The layer that is checkpointed is around the attention, which may have been left in
+        evaluation mode.
+        """
+        for reference in self.around:
+            if (module := reference()) is not None and module.training:
+                return True
+        return False
 
     def count(self, name: str) -> None:
         """Count a call as "sparse", "chosen", "kept", or by the reason why it was dense."""
@@ -238,12 +253,12 @@ class Call:
             return "attention is not causal"
         if self.wants_weights:
             return "attention weights were asked for"
+        if self.module.training or self.layer.in_training:
+            return TRAINING
         if self.dropout:
-            return "attention dropout is on (the model is in training mode)"
-        if torch.is_grad_enabled():
-            inputs = (query, key, value, self.sinks)
-            if any(x is not None and x.requires_grad for x in inputs):
-                return "gradients are required (use torch.no_grad or inference_mode)"
+            return "attention dropout is on"
+        if differentiated(query, key, value, self.sinks):
+            return GRADIENTS
         if self.more.get("position_bias") is not None:
             return "the layer uses a position bias"
         return None

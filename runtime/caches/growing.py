@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from artifacts import HeadwiseError
 from runtime.autocast import in_one_dtype
 from runtime.caches.policy import grown, with_headroom
 from runtime.omnikv.bank import Bank, OffloadedTensor
 from runtime.omnikv.session import announce
+from runtime.training import GRADIENTS, differentiated
 
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
 _DRAFTS = 16
@@ -57,6 +59,12 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()
         end = past + key_states.shape[-2]
+        if torch.is_grad_enabled():
+            # As DynamicLayer: the way back reads the keys and values of every call.
+            self._memory = None
+            self.keys = torch.cat([self.keys.to(key_states.dtype), key_states], dim=-2)
+            self.values = torch.cat([self.values.to(value_states.dtype), value_states], dim=-2)
+            return self.keys, self.values
         keys, values = self._memory or (self.keys, self.values)
         # The dtype changes where autocast is turned on or off between two calls.
         keys = grown(keys.to(key_states.dtype), past, end, with_headroom(end))
@@ -217,7 +225,13 @@ class BankedLayer(GrowingLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()
-        if past + key_states.shape[-2] > self.bank.keep:
+        trained = differentiated(key_states, value_states)
+        if trained and self._banked is not None:
+            raise HeadwiseError(
+                f"this cache keeps keys and values in CPU memory, without gradients: {GRADIENTS}; "
+                "new_cache(offload='never') keeps them on the device"
+            )
+        if past + key_states.shape[-2] > self.bank.keep and not trained:
             self.to_bank(key_states, value_states)
         if self._banked is None:
             return super().update(key_states, value_states, *args, **kwargs)

@@ -20,6 +20,7 @@ from runtime.autocast import in_one_dtype
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step
 from runtime.lazy import MisfitError, NewTokens
+from runtime.training import GRADIENTS, differentiated
 
 Spans = Sequence[tuple[int, int]]
 
@@ -160,6 +161,9 @@ class PolicyLayer(CacheLayerMixin):
             raise HeadwiseError(
                 "this cache holds tokens that no attention saw: a forward before was interrupted"
             )
+        # Attention sees the queries alone, and lazy tensors for these.
+        if differentiated(key_states, value_states):
+            raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {GRADIENTS}")
         key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -18,6 +18,7 @@ from artifacts.errors import one_line, shorten
 from runtime.caches.policy import Full
 from runtime.layers import attention_layers, layer_kinds, text_config
 from runtime.lazy import MisfitError, UnreadableError
+from runtime.training import in_evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -120,7 +121,6 @@ def _failed(model: PreTrainedModel, error: Exception) -> Rehearsal:
     )
 
 
-@torch.no_grad()
 def _forward(model: PreTrainedModel, cache: Cache | None) -> None:
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":
@@ -133,4 +133,5 @@ def _forward(model: PreTrainedModel, cache: Cache | None) -> None:
         more["position_ids"] = positions[:, None]
     if cache is not None:
         more["past_key_values"] = cache
-    model.base_model(input_ids=ids, use_cache=cache is not None, **more)
+    with torch.no_grad(), in_evaluation_mode(model):
+        model.base_model(input_ids=ids, use_cache=cache is not None, **more)
