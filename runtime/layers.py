@@ -116,7 +116,7 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 def surrounding(
     model: nn.Module, modules: Iterable[nn.Module]
 ) -> dict[nn.Module, tuple[weakref.ref[nn.Module], ...]]:
-    """References to the modules that each of some modules of a model is part of, the model first."""
+    """References to the modules that each module is part of, the model first."""
     names = {module: name for name, module in model.named_modules()}
     around = {}
     for module in modules:

@@ -118,7 +118,7 @@ def score_layers(run: SearchRun, target: int) -> dict[int, Scores]:
                 shown.update()
 
         if left:
-            ids = torch.tensor([run.prompts[0].input_ids], dtype=torch.long)
+            ids = torch.tensor([run.prompts[0].input_ids], dtype=torch.long, device="cpu")
             capture(run.loaded.model, ids.to(run.loaded.model.device), visit)
     return {layer: run.ledger.get(unit) for layer, unit in units.items()}
 
@@ -353,6 +353,6 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
 
 def _a_shape_tiles(sizes: Sequence[int], length: int, dense_tail: int) -> int:
     # An A-shape reads the shapes of q and k alone.
-    tensor = torch.empty(1, dtype=torch.float32).expand(1, 1, length, 1)
+    tensor = torch.empty(1, dtype=torch.float32, device="cpu").expand(1, 1, length, 1)
     plan = LayerPlan([make("a_shape", sink=sizes[0], window=sizes[1])], 1, dense_tail=dense_tail)
     return int(plan.build(tensor, tensor).computed_tiles())

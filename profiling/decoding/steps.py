@@ -96,7 +96,9 @@ def _prefill(model: Any, cache: Any, context: int, seed: int) -> None:
     """Random tokens into a cache that drops some, in chunks, as a serving engine does."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, vocabulary, (1, context), generator=generator).to(model.device)
+    ids = torch.randint(0, vocabulary, (1, context), generator=generator, device="cpu").to(
+        model.device
+    )
     for part in bar(ids.split(_CHUNK, dim=1), desc=f"prefill {context}"):
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
 

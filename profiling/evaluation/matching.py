@@ -141,6 +141,6 @@ def _largest(kind: str, length: int) -> Pattern:
 
 def _a_shape_density(pattern: AShape, length: int, dense_tail: int) -> float:
     # The computed tiles depend on shapes and sizes only, not on the values of q and k.
-    tensor = torch.zeros(1, 1, length, 1, dtype=torch.float32)
+    tensor = torch.zeros(1, 1, length, 1, dtype=torch.float32, device="cpu")
     index = LayerPlan([pattern], 1, dense_tail=dense_tail).build(tensor, tensor)
     return float(index.density())

@@ -95,9 +95,9 @@ def _without_arrays(artifact: Artifact) -> Artifact:
 def _growth(model: Any, length: int, cache: Callable[[], Any]) -> int:
     """Prefill random tokens and return the growth of memory in bytes."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(
-        model.device
-    )
+    ids = torch.randint(
+        0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0), device="cpu"
+    ).to(model.device)
     # Exclude the memory of modules and kernels that the first call loads or compiles.
     model(ids[:, :_WARM], past_key_values=cache(), use_cache=True, logits_to_keep=1)
     before = high_water_mark(model.device, reset=True)

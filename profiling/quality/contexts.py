@@ -34,7 +34,7 @@ def spread_positions(length: int, count: int) -> Tensor:
     The last one is none of them: a later turn follows it, or an answer, which counts for itself.
     """
     last = length - 1
-    return torch.linspace(0, last - 1, min(count, last), dtype=torch.float32).long()
+    return torch.linspace(0, last - 1, min(count, last), dtype=torch.float32, device="cpu").long()
 
 
 @torch.no_grad()

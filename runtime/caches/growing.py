@@ -97,7 +97,7 @@ class GrowingLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See DynamicLayer.batch_repeat_interleave."""
-        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """See DynamicLayer.batch_select_indices."""

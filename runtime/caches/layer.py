@@ -387,7 +387,7 @@ class PolicyLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See DynamicLayer.batch_repeat_interleave."""
         rows = sum(len(batch.rows) for batch in self._batches)
-        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences, each as often as it is named."""
