@@ -375,7 +375,9 @@ def remember(
 def forget(settings: Settings, modules: Iterable[nn.Module]) -> None:
     """Drop what remember() kept, and restore the attention of the configurations."""
     for module in modules:
-        if (layer := layer_of(module)) is not None and layer.settings is settings:
+        # A wrapper passes on the attributes of the module inside.
+        layer = vars(module).get(_ATTRIBUTE)
+        if layer is not None and layer.settings is settings:
             delattr(module, _ATTRIBUTE)
     for key, applied in list(_configs.items()):
         if applied.settings is settings:
