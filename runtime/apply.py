@@ -27,6 +27,7 @@ from runtime.attention.state import (
 )
 from runtime.caches.make import check_cache_layers, make_cache
 from runtime.caches.rehearsal import rehearse, rehearsed
+from runtime.devices import execution_device
 from runtime.fingerprint import check
 from runtime.layers import (
     attention_layers,
@@ -188,7 +189,8 @@ class Handle:
             remember(config, layers, settings, former=(whole, (config, former)))
             config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
             failed.pop_all()
-        if any(parameter.is_cpu for parameter in model.parameters()):
+        devices = {parameter.device for parameter in model.parameters()} | {execution_device(model)}
+        if any(device.type == "cpu" for device in devices):
             keep_freed_memory()
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -43,7 +44,7 @@ def bypassing(around: Iterable[nn.Module], module: nn.Module) -> nn.Module | Non
         The outermost of them; None if all call it, as far as their code tells.
     """
     chain = [*around, module]
-    for outer, inner in zip(chain, chain[1:], strict=False):
+    for outer, inner in pairwise(chain):
         own = vars(outer)
         if "forward" not in own:
             continue

@@ -29,6 +29,7 @@ from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import make_prompts, parse_task
 from profiling.ranks import Ranks
+from runtime.devices import execution_device
 from runtime.fingerprint import fingerprint
 from search.model.allocation import Allocation
 from search.model.costs import Costs, causal_tiles
@@ -119,7 +120,7 @@ def score_layers(run: SearchRun, target: int) -> dict[int, Scores]:
 
         if left:
             ids = torch.tensor([run.prompts[0].input_ids], dtype=torch.long, device="cpu")
-            capture(run.loaded.model, ids.to(run.loaded.model.device), visit)
+            capture(run.loaded.model, ids.to(execution_device(run.loaded.model)), visit)
     return {layer: run.ledger.get(unit) for layer, unit in units.items()}
 
 

@@ -41,3 +41,20 @@ def test_tensors_name_their_device():
         for line, call in without_device(path.read_text(encoding="utf-8"))
     ]
     assert calls == []
+
+
+def test_device_of_a_model_is_the_one_that_computes():
+    """Of an offloaded model `device` is where its weights wait: runtime.devices knows the other."""
+    reads = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "device" and _is_model(node.value)
+    ]
+    assert reads == []
+
+
+def _is_model(node: ast.AST) -> bool:
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return name.strip("_") == "model"

@@ -17,6 +17,7 @@ from kernels.patterns import KINDS, AShape, Inputs, LayerPlan, Pattern, make
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
+from runtime.devices import execution_device
 from runtime.layers import make_plans
 
 # Prompts that sizes are fitted on: of no evaluation's seed.
@@ -75,7 +76,9 @@ class PatternCosts:
                 for kind in _CHOOSING
             }
 
-        ids = torch.tensor([prompt.input_ids], device=loaded.model.device, dtype=torch.long)
+        ids = torch.tensor(
+            [prompt.input_ids], device=execution_device(loaded.model), dtype=torch.long
+        )
         capture(loaded.model, ids, visit)
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 from artifacts import Artifact, HeadwiseError
 from profiling.pictures.drawing import MAP, MARK, new_figure
 from profiling.pictures.registry import Drawing, Source, picture
+from runtime.devices import execution_device
 
 if TYPE_CHECKING:
     from profiling.inside.capture import LayerInputs
@@ -60,7 +61,7 @@ def attention(source: Source) -> Iterator[Drawing]:
     head_map = measure(source.loaded, source.prompt, *source.head, source.artifact)
     model = source.loaded.model
     dtype = str(model.dtype).removeprefix("torch.")
-    lines = [f"{source.loaded.name}, {dtype} on {model.device}; {source.prompt_name}"]
+    lines = [f"{source.loaded.name}, {dtype} on {execution_device(model)}; {source.prompt_name}"]
     if source.artifact is not None:
         lines.append(f"artifact: {source.artifact.content_sha256[:8]}")
     lines.append(f"drawn: {source.command}")
@@ -129,7 +130,7 @@ def measure(
             )
         )
 
-    ids = torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long)
+    ids = torch.tensor([prompt.input_ids], device=execution_device(model), dtype=torch.long)
     capture(model, ids, visit)
     return maps[0]
 

@@ -24,6 +24,7 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_of_layer
 from profiling.models.loading import LoadedModel
 from profiling.speed.latency import in_turn
+from runtime.devices import execution_device
 
 T = TypeVar("T")
 ANCHOR = "dense by our kernel"
@@ -123,7 +124,7 @@ def time_layers(
     with all_threads():
         capture(
             loaded.model,
-            torch.tensor([list(ids)], device=loaded.model.device, dtype=torch.long),
+            torch.tensor([list(ids)], device=execution_device(loaded.model), dtype=torch.long),
             visit,
         )
     return [Timings(seconds=clock.seconds, layers=tuple(clock.layers)) for clock in clocks]

@@ -17,6 +17,7 @@ from runtime.caches.policy import Full, Policy
 from runtime.caches.rehearsal import rehearsed
 from runtime.caches.snapkv import SnapKV
 from runtime.caches.window import Window
+from runtime.devices import execution_device
 from runtime.layers import (
     attention_layers,
     caches_latents,
@@ -67,9 +68,9 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
         section = artifact.kv_cache
     cache = DynamicCache(config=text_config(model))
     if decode is None:
-        layers = _growing_layers(_plain_layers(cache, modules))
+        layers = _growing_layers(_plain_layers(cache, model, modules))
     else:
-        plain = _plain_layers(cache, modules)
+        plain = _plain_layers(cache, model, modules)
         _check_filter_layers(decode.omnikv, plain, modules)
         # A bank is for keys, not for latents.
         keyed = {number for number in plain if not caches_latents(modules[number])}
@@ -81,16 +82,16 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     return cache
 
 
-def _plain_layers(cache: Cache, modules: dict[int, nn.Module]) -> dict[int, torch.device]:
+def _plain_layers(
+    cache: Cache, model: nn.Module, modules: dict[int, nn.Module]
+) -> dict[int, torch.device]:
     """Devices of the layers with a plain growing cache, which ours can replace."""
     from transformers.cache_utils import DynamicLayer
 
     plain = {}
     for number in full_layers(modules):
         if number < len(cache.layers) and type(cache.layers[number]) is DynamicLayer:
-            module = modules[number]
-            parameter = next(module.parameters(), None)
-            plain[number] = torch.device("cpu") if parameter is None else parameter.device
+            plain[number] = execution_device(model, modules[number])
     return plain
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from runtime.caches.policy import Full
+from runtime.devices import execution_device
 from runtime.layers import attention_layers, layer_kinds, text_config
 from runtime.lazy import MisfitError, UnreadableError
 from runtime.training import in_evaluation_mode
@@ -122,7 +123,7 @@ def _failed(model: PreTrainedModel, error: Exception) -> Rehearsal:
 
 
 def _forward(model: PreTrainedModel, cache: Cache | None) -> None:
-    device = model.get_input_embeddings().weight.device
+    device = execution_device(model)
     if device.type == "meta":
         raise RuntimeError("the model is on the meta device")
     ids = torch.arange(1, _TOKENS + 1, device=device).repeat(2)[:, None]
