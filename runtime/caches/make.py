@@ -5,8 +5,9 @@ transformers is imported where it is used.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,13 +54,15 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     Layers that neither section names grow, or slide as those of transformers do.
 
     Raises:
-        HeadwiseError: `offload` is unknown, or a section does not fit the model.
+        HeadwiseError: `offload` is unknown, the model takes no cache of transformers, or a section
+            does not fit the model.
     """
     from transformers import DynamicCache
 
     if offload not in OFFLOADS:
         raise HeadwiseError(f"offload must be one of {', '.join(OFFLOADS)}, got {offload!r}")
     modules = attention_layers(model)
+    check_takes_cache(model)
     decode = None
     section = None
     if artifact is not None:
@@ -80,6 +83,35 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     for number, layer in layers.items():
         cache.layers[number] = layer
     return cache
+
+
+def check_takes_cache(model: Any) -> None:
+    """Raise HeadwiseError for a model that takes no cache of transformers' own classes."""
+    from transformers import Cache, PreTrainedModel
+
+    config = text_config(model)
+    parts = [model, model.base_model]
+    parts += [each for each in model.modules() if getattr(each, "config", None) is config]
+    forwards = [
+        inspect.unwrap(type(part).forward)
+        for part in dict.fromkeys(parts)
+        if isinstance(part, PreTrainedModel)
+    ]
+    why = None
+    if not any("past_key_values" in inspect.signature(each).parameters for each in forwards):
+        why = "its forward takes no past_key_values"
+    for forward in forwards:
+        for name in forward.__code__.co_names:
+            cls = forward.__globals__.get(name)
+            if not isinstance(cls, type) or not issubclass(cls, Cache):
+                continue
+            if cls.__module__ != Cache.__module__:
+                why = f"it takes a cache class of its own ({cls.__name__})"
+    if why is not None:
+        raise HeadwiseError(
+            f"there is no cache for {type(model).__name__}: {why}; leave past_key_values out, and "
+            "the model makes its own"
+        )
 
 
 def _plain_layers(
