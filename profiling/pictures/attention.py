@@ -14,7 +14,6 @@ import numpy as np
 from artifacts import Artifact, HeadwiseError
 from profiling.pictures.drawing import MAP, MARK, new_figure
 from profiling.pictures.registry import Drawing, Source, picture
-from runtime.devices import execution_device
 
 if TYPE_CHECKING:
     from profiling.inside.capture import LayerInputs
@@ -57,6 +56,8 @@ class HeadMap:
 @picture(of="model")
 def attention(source: Source) -> Iterator[Drawing]:
     """Attention of `--head`, and with an artifact what its pattern computes of it."""
+    from runtime.devices import execution_device
+
     assert source.loaded is not None and source.prompt is not None and source.head is not None
     head_map = measure(source.loaded, source.prompt, *source.head, source.artifact)
     model = source.loaded.model
@@ -99,6 +100,7 @@ def measure(
     from kernels.index import TILE, num_tiles
     from profiling.inside.attention_rows import pooled_map
     from profiling.inside.capture import capture
+    from runtime.devices import execution_device
     from runtime.layers import attention_layers, text_config
 
     model = loaded.model
