@@ -98,7 +98,7 @@ def attention(
 def paged(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values (1, G, K, D) in shuffled pages, NaN where no key lies; and their table."""
     count = -(-k.shape[2] // size)
-    order = torch.randperm(count + 2)[:count].to(k.device)
+    order = torch.randperm(count + 2, device="cpu")[:count].to(k.device)
     caches = []
     for x in (k, v):
         rows = x.new_full((count * size, *x.shape[1::2]), float("nan"))

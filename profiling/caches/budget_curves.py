@@ -29,6 +29,7 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.prompt import Prompt, digest
+from runtime.devices import execution_device
 from runtime.layers import attention_layers, heads_of, text_config
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
@@ -116,7 +117,9 @@ def _of_prompt(
                 error[inputs.layer], retained[inputs.layer] = _walk(inputs, stream, shares)
 
         capture(
-            model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit
+            model,
+            torch.tensor([prompt.input_ids], device=execution_device(model), dtype=torch.long),
+            visit,
         )
     # The effect of a norm after the attention is known only once the block has run.
     for layer in np.flatnonzero(np.isfinite(retained).all((1, 2))):

@@ -91,7 +91,9 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
             unit = ledger.unit(f"{method.name} {method.identity}", depends)
             quality = ledger.once(unit, measure)
         if texts:
-            losses[method.name] = torch.as_tensor(quality["losses"], dtype=torch.float32)
+            losses[method.name] = torch.as_tensor(
+                quality["losses"], dtype=torch.float32, device="cpu"
+            )
         rows.append(_row(config, method.name, timed, prompts, quality, losses, text_units))
     artifact = None
     if headwise is not None:

@@ -30,6 +30,7 @@ from profiling.quality.method import Method
 from profiling.quality.sequences import kl_divergence
 from profiling.quality.trials import VERSION, context_log_probs, trials
 from profiling.speed.baselines import MODEL
+from runtime.devices import execution_device
 
 OUTPUT = "evaluation.json"
 
@@ -296,7 +297,7 @@ class _Units:
         self._ledger = ledger
         weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
         dtype = str(loaded.model.dtype).removeprefix("torch.")
-        self._before = f"trial/{VERSION}/{weights}/{dtype}/{loaded.model.device.type}"
+        self._before = f"trial/{VERSION}/{weights}/{dtype}/{execution_device(loaded.model).type}"
 
     def __call__(self, method: Method, length: int, digest: str) -> Unit:
         return self._ledger.unit(

@@ -30,6 +30,7 @@ from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import by_context, spread_positions
 from profiling.quality.forced import answer_ids, asks, token_losses
+from runtime.devices import execution_device
 
 # Positions of a sequence that are compared; their dense log-probabilities are held in fp16.
 _MOST = 256
@@ -180,7 +181,9 @@ class Reference:
 
     def positions(self, number: int) -> Tensor:
         """Choose the (P,) positions of a sequence that are compared, spread over its context."""
-        return spread_positions(self.sequences[number].context, self._most).to(self._model.device)
+        return spread_positions(self.sequences[number].context, self._most).to(
+            execution_device(self._model)
+        )
 
     def know(self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor) -> None:
         """Take dense attention's predictions from a pass that was made anyway.
@@ -232,11 +235,13 @@ class Reference:
         """The positions before the tokens of a sequence's answers."""
         spans = self.sequences[number].answers
         positions = [at for start, stop in spans for at in range(start - 1, stop - 1)]
-        return torch.tensor(positions, dtype=torch.long, device=self._model.device)
+        return torch.tensor(positions, dtype=torch.long, device=execution_device(self._model))
 
     @torch.inference_mode()
     def _predicted(self, number: int, applied: AbstractContextManager[object]) -> _Predicted:
-        ids = torch.tensor(self.sequences[number].ids, device=self._model.device, dtype=torch.long)
+        ids = torch.tensor(
+            self.sequences[number].ids, device=execution_device(self._model), dtype=torch.long
+        )
         spread = self.positions(number)
         before = self._before_answers(number)
         positions = torch.cat([spread, before])

@@ -34,6 +34,7 @@ from profiling.similarities.accumulator import FROZEN, Accumulator, worst_of
 from profiling.similarities.config import DEFAULT_LENGTH, DEFAULT_TOP_K, TAIL, SimilarityConfig
 from profiling.similarities.mass import ability, agreement
 from profiling.similarities.similarity_profile import FORMAT, Profile
+from runtime.devices import execution_device
 from runtime.fingerprint import fingerprint
 
 # The default top-k of a short prompt is its length divided by this.
@@ -99,7 +100,7 @@ def measure(
             "device": device_of(loaded.model),
             "command": config.command,
         },
-        "versions": environment(loaded.model.device),
+        "versions": environment(execution_device(loaded.model)),
     }
     return Profile(arrays=arrays, about=about)
 
@@ -205,7 +206,7 @@ def _decode(
         shown.update(step >= 0)
 
     ids = torch.tensor(
-        [prompt.input_ids[: config.length]], device=loaded.model.device, dtype=torch.long
+        [prompt.input_ids[: config.length]], device=execution_device(loaded.model), dtype=torch.long
     )
     forced = () if config.greedy else continuation(config, loaded.tokenizer, prompt)
     with stream:

@@ -29,6 +29,7 @@ from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
 from runtime.omnikv.session import pass_cache
+from runtime.training import GRADIENTS, TRAINING, differentiated
 
 # In a model's configuration.
 ATTENTION_NAME = "headwise"
@@ -133,12 +134,14 @@ class Layer:
         plan: its prefill, None for a layer left alone.
         role: its decode, None for a layer left alone.
         hooks: hooks on the module, which end with the application.
+        around: the modules that the module is part of, the model first.
     """
 
     settings: Settings
     number: int
     plan: LayerPlan | None
     role: Role | None = None
+    around: tuple[weakref.ref[nn.Module], ...] = ()
     hooks: list[RemovableHandle] = field(default_factory=list, init=False)
 
     @cached_property
@@ -146,6 +149,18 @@ class Layer:
         """Query and KV heads that the plan is for."""
         assert self.plan is not None
         return len(self.plan.patterns), self.plan.num_kv_heads
+
+    @property
+    def in_training(self) -> bool:
+        """True if a module that the module is part of is in training mode.
+
+        The layer that is checkpointed is around the attention, which may have been left in
+        evaluation mode.
+        """
+        for reference in self.around:
+            if (module := reference()) is not None and module.training:
+                return True
+        return False
 
     def count(self, name: str) -> None:
         """Count a call as "sparse", "chosen", "kept", or by the reason why it was dense."""
@@ -246,12 +261,12 @@ class Call:
             return "attention is not causal"
         if self.wants_weights:
             return "attention weights were asked for"
+        if self.module.training or self.layer.in_training:
+            return TRAINING
         if self.dropout:
-            return "attention dropout is on (the model is in training mode)"
-        if torch.is_grad_enabled():
-            inputs = (query, key, value, self.sinks)
-            if any(x is not None and x.requires_grad for x in inputs):
-                return "gradients are required (use torch.no_grad or inference_mode)"
+            return "attention dropout is on"
+        if differentiated(query, key, value, self.sinks):
+            return GRADIENTS
         if self.more.get("position_bias") is not None:
             return "the layer uses a position bias"
         return None
@@ -372,7 +387,9 @@ def remember(
 def forget(settings: Settings, modules: Iterable[nn.Module]) -> None:
     """Drop what remember() kept, and restore the attention of the configurations."""
     for module in modules:
-        if (layer := layer_of(module)) is not None and layer.settings is settings:
+        # A wrapper passes on the attributes of the module inside.
+        layer = vars(module).get(_ATTRIBUTE)
+        if layer is not None and layer.settings is settings:
             delattr(module, _ATTRIBUTE)
             for hook in layer.hooks:
                 hook.remove()

@@ -19,6 +19,7 @@ from artifacts import HeadwiseError
 from runtime.autocast import in_one_dtype
 from runtime.caches.policy import grown, with_headroom
 from runtime.omnikv.bank import Bank, OffloadedTensor, indices_on
+from runtime.training import GRADIENTS, differentiated
 
 _NAMES = ("keys", "values")
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
@@ -111,6 +112,15 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(*new)
         stored = self._checked(*new)
+        if torch.is_grad_enabled():
+            # As DynamicLayer: the way back reads the keys and values of every call.
+            self._memory = None
+            whole = [
+                torch.cat([held.to(states.dtype), states], dim=-2)
+                for held, states in zip(stored, new, strict=True)
+            ]
+            self._stored = [*whole]
+            return whole[0], whole[1]
         memory = []
         whole = []
         for old, held, states in zip(self._memory or stored, stored, new, strict=True):
@@ -173,7 +183,7 @@ class GrowingLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See DynamicLayer.batch_repeat_interleave."""
-        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """See DynamicLayer.batch_select_indices."""
@@ -325,7 +335,14 @@ class BankedLayer(GrowingLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()
-        if past + key_states.shape[-2] > self.bank.keep and self._banked is None:
+        trained = differentiated(key_states, value_states)
+        if trained and self._banked is not None:
+            raise HeadwiseError(
+                f"this cache keeps keys and values in CPU memory, without gradients: {GRADIENTS}; "
+                "new_cache(offload='never') keeps them on the device"
+            )
+        is_long = past + key_states.shape[-2] > self.bank.keep
+        if is_long and not trained and self._banked is None:
             stored = self._checked(key_states, value_states)
             self._stored = [held.to(key_states.dtype) for held in stored]
             self.to_bank()

@@ -20,6 +20,7 @@ from runtime.autocast import in_one_dtype
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step
 from runtime.lazy import MisfitError, NewTokens
+from runtime.training import GRADIENTS, differentiated
 
 Spans = Sequence[tuple[int, int]]
 
@@ -189,6 +190,9 @@ class PolicyLayer(CacheLayerMixin):
             raise HeadwiseError(
                 "this cache holds tokens that no attention saw: a forward before was interrupted"
             )
+        # Attention sees the queries alone, and lazy tensors for these.
+        if differentiated(key_states, value_states):
+            raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {GRADIENTS}")
         key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -417,7 +421,7 @@ class PolicyLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See DynamicLayer.batch_repeat_interleave."""
         rows = sum(len(batch.rows) for batch in self._batches)
-        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences, each as often as it is named."""

@@ -230,7 +230,7 @@ class Bank:
                 self.slots = torch.empty(
                     shape, dtype=self.row.dtype, device=self.copy_engine.device
                 )
-                self._held = torch.full((self.batch, size), _EMPTY, dtype=torch.long)
+                self._held = torch.full((self.batch, size), _EMPTY, dtype=torch.long, device="cpu")
         slots = self.slots
         held = self._held
         assert held is not None
@@ -243,7 +243,9 @@ class Bank:
             held.fill_(_EMPTY)
             sequences, wanted, places = replaced(after, selected, counts)
             if wanted.numel():
-                self._deliver(torch.arange(self.layers), sequences, wanted, places, slots)
+                self._deliver(
+                    torch.arange(self.layers, device="cpu"), sequences, wanted, places, slots
+                )
             held.copy_(after)
             return counts
 
@@ -268,7 +270,7 @@ class Bank:
         k, v = self.row.unpack(slots[: longest + new].to(call.rows.dtype))
         if int(counts.min()) == longest:
             return k, v, None
-        place = torch.arange(longest + new, dtype=torch.int32)
+        place = torch.arange(longest + new, dtype=torch.int32, device="cpu")
         valid = (place < counts[:, None]) | (place >= longest)
         read = torch.where(valid, place, PAD).sort(-1).values
         return k, v, read.to(slots.device, non_blocking=True)
@@ -279,9 +281,9 @@ class Bank:
         batch, count = tokens.shape
         shape = (count, batch, self.row.width)
         rows = torch.empty(shape, dtype=self.row.dtype, device=self.copy_engine.device)
-        layer = torch.tensor([call.layer], dtype=torch.long)
-        sequences = torch.arange(batch).repeat_interleave(count)
-        places = torch.arange(count).repeat(batch)
+        layer = torch.tensor([call.layer], dtype=torch.long, device="cpu")
+        sequences = torch.arange(batch, device="cpu").repeat_interleave(count)
+        places = torch.arange(count, device="cpu").repeat(batch)
 
         def gather(tokens: Tensor) -> None:
             self._deliver(layer, sequences, tokens.flatten(), places, rows[None])
@@ -381,7 +383,9 @@ class Bank:
             to = torch.zeros_like(layers)
         targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
-        cuts = torch.searchsorted(tokens, torch.tensor(bounds, dtype=torch.long)).tolist()
+        cuts = torch.searchsorted(
+            tokens, torch.tensor(bounds, dtype=torch.long, device="cpu")
+        ).tolist()
         self.copy_engine.synchronize()
         staged = self.copy_engine.staging(
             layers.numel() * tokens.numel(), self.row.width, self.row.dtype
@@ -417,8 +421,8 @@ def replaced(held: Tensor, selected: Tensor, counts: Tensor) -> tuple[Tensor, Te
     Returns:
         Sequence, token and slot of each row that must be fetched, (N,) each.
     """
-    slot = torch.arange(held.shape[1])
-    entry = torch.arange(selected.shape[1])
+    slot = torch.arange(held.shape[1], device="cpu")
+    entry = torch.arange(selected.shape[1], device="cpu")
     used = slot < counts[:, None]
     wanted = entry < counts[:, None]
     at = torch.searchsorted(selected, held).clamp_(max=selected.shape[1] - 1)
