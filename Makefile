@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=40 --junitxml=build/tests.xml
 
-.PHONY: test test-all mutants demo lint docs gpu clean
+.PHONY: test test-all mutants notebooks demo lint docs gpu clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
@@ -31,6 +31,11 @@ mutants: $(VENV)/.installed $(VENV)/.models
 	$(PIP) mutmut==3.8.1
 	-timeout $(HOURS)h $(BIN)/mutmut run $(ONLY)
 	$(BIN)/mutmut results
+
+# Run the notebooks anew and store their outputs: after a change of what commands print.
+notebooks: $(VENV)/.installed $(VENV)/.models
+	$(PIP) --editable '.[test-all]'
+	$(BIN)/jupyter-execute --inplace --timeout=3600 notebooks/*.ipynb
 
 demo: $(VENV)/.search $(VENV)/.models
 	$(BIN)/python -m headwise demo --out demo/

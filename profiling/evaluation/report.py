@@ -20,6 +20,7 @@ from profiling.evaluation.tables import (
     build_table,
     column_name,
     entry_of,
+    has_interval,
     number,
     speedup_of,
 )
@@ -150,13 +151,16 @@ def _difference(own: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
     if MEASURES[own["measure"]].kind == "perplexity":
         form = "+.1%"
         units = "windows"
-    fields = ("difference", "difference_low", "difference_high")
-    value, low, high = (format(own[name], form) for name in fields)
+    low = own["difference_low"]
+    high = own["difference_high"]
+    interval = "of one unit, no interval"
+    if has_interval(own["count"], low, high):
+        interval = f"95% interval {low:{form}} to {high:{form}}"
     verdict = own["verdict"] or ("few" if own["few"] else "")
     return (
         f"dense {number(dense['value'])}, Headwise {number(own['value'])} "
         f"of {own['questions']} {units}, "
-        f"difference {value}, 95% interval {low} to {high}: {_VERDICTS[verdict]}"
+        f"difference {own['difference']:{form}}, {interval}: {_VERDICTS[verdict]}"
     )
 
 

@@ -171,12 +171,22 @@ def _attention(record: Mapping[str, Any], name: str, length: int) -> float | Non
 
 
 def _cell(estimate: Mapping[str, Any]) -> Cell:
+    low = ""
+    high = ""
+    if has_interval(estimate["count"], estimate["low"], estimate["high"]):
+        low = number(estimate["low"])
+        high = number(estimate["high"])
     return Cell(
         text=number(estimate["value"]),
         verdict=estimate["verdict"] or ("few" if estimate["few"] else ""),
-        low=number(estimate["low"]),
-        high=number(estimate["high"]),
+        low=low,
+        high=high,
     )
+
+
+def has_interval(count: int, low: float, high: float) -> bool:
+    """False for one unit whose value is neither 0 nor 1: its bounds are the value itself."""
+    return count > 1 or low < high
 
 
 def _mebibytes(value: int) -> str:
