@@ -35,7 +35,7 @@ mutants: $(VENV)/.installed $(VENV)/.models
 # Run the notebooks anew and store their outputs: after a change of what commands print.
 notebooks: $(VENV)/.installed $(VENV)/.models
 	$(PIP) --editable '.[test-all]'
-	$(BIN)/jupyter-execute --inplace --timeout=3600 notebooks/*.ipynb
+	$(BIN)/python -m tests.notebook_runs
 
 demo: $(VENV)/.search $(VENV)/.models
 	$(BIN)/python -m headwise demo --out demo/
@@ -47,9 +47,9 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports --no-logo --no-cache
 
 # Whether the kernels are right on this machine's GPU, and how fast, in build/gpu. It installs nothing: PYTHON has a
-# torch for it.
+# torch for it. Without a GPU: make gpu PYTHON=.venv/bin/python REPORT=--rehearse
 gpu:
-	$(PYTHON) benchmarks/gpu/run.py --out build/gpu $(REPORT)
+	$(PYTHON) benchmarks/gpu/run.py $(REPORT)
 
 # The site in build/site; no page fetches anything from elsewhere. It is built from a copy, in which pages and notebooks
 # stand together. In an environment of its own, of which `make test` needs nothing.
