@@ -85,7 +85,7 @@ def gpu_run():
 
 def test_gpu_steps_fit_into_fifteen_minutes_and_are_those_of_the_page(gpu_run):
     minutes = [step.minutes for step in gpu_run.STEPS.values()]
-    assert sum(minutes) <= 12
+    assert sum(minutes) <= 13
     page = (ROOT / "docs/gpu.md").read_text()
     for name, step in gpu_run.STEPS.items():
         assert f"| `{name}` | {step.minutes:g} |" in page

@@ -58,7 +58,7 @@ class Step:
 
 # By worth: what was never measured on a GPU comes before what was.
 STEPS = {
-    "device": Step(minutes=0.5, about="versions, rates of a copy and of matrix products"),
+    "device": Step(minutes=1, about="versions, rates of a copy and of matrix products"),
     "kernels": Step(minutes=2, about="every kernel against the fp32 reference"),
     "search": Step(minutes=3.5, about="a search of a 1B shape at 4,096 tokens, served"),
     "model": Step(minutes=2.5, about="prefills of a 1B and an 8B shape", by_length=True),
