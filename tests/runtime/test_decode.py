@@ -212,7 +212,8 @@ def test_decode_model_on_two_devices_completes(padded, own_cache, build, decodin
 
     for part in (*model.model.layers[3:], model.model.norm, model.lm_head):
         part.to("meta").register_forward_pre_hook(to_meta, with_kwargs=True)
-    with loaded.apply(model, check_weights=False) as handle:
+    # No kernel computes on "meta": the reference is asked for by name.
+    with loaded.apply(model, check_weights=False, backend="reference") as handle:
         cache = handle.new_cache() if own_cache else DynamicCache(config=model.config)
         fed(model, tokens, (150, 1), cache, attention_mask=real)
         # Six layers in three steps: 2 and 4 filter, 3 and 5 are served, over both devices.
