@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=40 --junitxml=build/tests.xml
 
-.PHONY: test test-all mutants demo lint docs gpu clean
+.PHONY: test test-all mutants notebooks demo lint docs gpu clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
@@ -32,6 +32,11 @@ mutants: $(VENV)/.installed $(VENV)/.models
 	-timeout $(HOURS)h $(BIN)/mutmut run $(ONLY)
 	$(BIN)/mutmut results
 
+# Run the notebooks anew and store their outputs: after a change of what commands print.
+notebooks: $(VENV)/.installed $(VENV)/.models
+	$(PIP) --editable '.[test-all]'
+	$(BIN)/python -m tests.notebook_runs
+
 demo: $(VENV)/.search $(VENV)/.models
 	$(BIN)/python -m headwise demo --out demo/
 
@@ -42,9 +47,9 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports --no-logo --no-cache
 
 # Whether the kernels are right on this machine's GPU, and how fast, in build/gpu. It installs nothing: PYTHON has a
-# torch for it.
+# torch for it. Without a GPU: make gpu PYTHON=.venv/bin/python REPORT=--rehearse
 gpu:
-	$(PYTHON) benchmarks/gpu/run.py --out build/gpu $(REPORT)
+	$(PYTHON) benchmarks/gpu/run.py $(REPORT)
 
 # The site in build/site; no page fetches anything from elsewhere. It is built from a copy, in which pages and notebooks
 # stand together. In an environment of its own, of which `make test` needs nothing.

@@ -106,7 +106,9 @@ def _inputs(
         (1, kv_heads, k_len, head_dim),
     )
     q, k, v = (
-        torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.bfloat16)
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            torch.bfloat16
+        )
         for shape in shapes
     )
     return q, k, v

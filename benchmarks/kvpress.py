@@ -158,7 +158,7 @@ def _bytes(loaded: LoadedModel, method: Method, context: _Context, token: int) -
     """Bytes of the kept tokens of a context, `token` each, without headroom and scores."""
     cache = method.cache(loaded.model)
     loaded.model(
-        torch.tensor([context.prompts[0].context], dtype=torch.long),
+        torch.tensor([context.prompts[0].context], dtype=torch.long, device="cpu"),
         past_key_values=cache,
         logits_to_keep=1,
     )

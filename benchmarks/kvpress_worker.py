@@ -42,9 +42,10 @@ def main() -> None:
                 press: Any = None if spec is None else getattr(kvpress, spec[0])(**spec[1])
                 cache = DynamicCache(config=model.config)
                 inputs = {
-                    "context_ids": torch.tensor([context["ids"]], dtype=torch.long),
+                    "context_ids": torch.tensor([context["ids"]], dtype=torch.long, device="cpu"),
                     "questions_ids": [
-                        torch.tensor([turn], dtype=torch.long) for turn in context["turns"]
+                        torch.tensor([turn], dtype=torch.long, device="cpu")
+                        for turn in context["turns"]
                     ],
                 }
                 with torch.no_grad():

@@ -218,7 +218,7 @@ def _by_model(loaded: LoadedModel, prompt: Prompt) -> Served:
 
     model = loaded.model
     cache = DynamicCache(config=text_config(model))
-    ids = torch.tensor([prompt.input_ids], dtype=torch.long)
+    ids = torch.tensor([prompt.input_ids], dtype=torch.long, device="cpu")
     tokens: list[int] = []
     start = time.perf_counter()
     taken = 0.0

@@ -66,10 +66,13 @@ def export(loaded: LoadedModel, folder: Path) -> None:
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = config.num_hidden_layers
-    past = [torch.zeros(1, heads, _PAST, dim, dtype=torch.float32) for _ in range(2 * layers)]
-    ids = torch.ones(1, _NEW, dtype=torch.long)
-    seen = torch.ones(1, _PAST + _NEW, dtype=torch.long)
-    example = (ids, seen, torch.arange(_PAST, _PAST + _NEW)[None], *past)
+    past = [
+        torch.zeros(1, heads, _PAST, dim, dtype=torch.float32, device="cpu")
+        for _ in range(2 * layers)
+    ]
+    ids = torch.ones(1, _NEW, dtype=torch.long, device="cpu")
+    seen = torch.ones(1, _PAST + _NEW, dtype=torch.long, device="cpu")
+    example = (ids, seen, torch.arange(_PAST, _PAST + _NEW, device="cpu")[None], *past)
     with torch.no_grad():
         graph = openvino.convert_model(_Step(model).eval(), example_input=example)
     _name(graph, layers, (heads, dim))
@@ -111,7 +114,7 @@ class _Step(nn.Module):
         """Logits (B, S, V), then keys and values of each layer."""
         new = input_ids.shape[1]
         seen = attention_mask.shape[1]
-        at = torch.arange(seen)
+        at = torch.arange(seen, device=input_ids.device)
         behind = at[None, :] <= at[seen - new :, None]
         mask = torch.where(behind, 0.0, torch.finfo(torch.float32).min)[None, None]
         held = _Held(list(zip(past[::2], past[1::2], strict=True)))

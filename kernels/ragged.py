@@ -114,7 +114,7 @@ class Ragged:
         """Row, q_start, q_len, k_start and k_len of each sequence, (S, 5) int32, once a device."""
         if device not in self._tables:
             self._tables[device] = DeviceConstant.from_host(
-                torch.tensor(self.flat, dtype=torch.int32).view(-1, 5), device
+                torch.tensor(self.flat, dtype=torch.int32, device="cpu").view(-1, 5), device
             )
         return self._tables[device].read()
 

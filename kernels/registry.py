@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,6 +75,8 @@ BACKENDS = {
 }
 # Of these the reference is fast enough on any device: only a failed build is reported.
 _QUIET = ("estimate", "means", "select", "tiles", "top_k", "evict")
+# Of these it takes minutes where a kernel takes milliseconds: it serves only by its name.
+_SLOW = ("attention", "decode")
 
 _log = logging.getLogger("headwise")
 _failed: dict[tuple[object, ...], str] = {}
@@ -82,6 +84,10 @@ _failed: dict[tuple[object, ...], str] = {}
 
 class CannotBuildError(RuntimeError):
     """A kernel that cannot be compiled or does not fit the device; another has to serve."""
+
+
+class NoKernelError(ValueError):
+    """No backend, or not the named one, can serve a call; the message has the reasons."""
 
 
 @functools.cache
@@ -127,8 +133,12 @@ def fast(op: str, call: Any) -> tuple[str, str | None]:
         if reason is None and name != "reference":
             return name, None
         reasons[name] = reason
+    return "", _no_kernel(reasons)
+
+
+def _no_kernel(reasons: Mapping[str, str | None]) -> str:
     lines = [f"{name}: {reasons[name]}" for name in BACKENDS if reasons.get(name) is not None]
-    return "", "no fast kernel: " + "; ".join(lines)
+    return "no fast kernel: " + "; ".join(lines)
 
 
 def run(op: str, call: Any, backend: str = "auto") -> Any:
@@ -138,10 +148,11 @@ def run(op: str, call: Any, backend: str = "auto") -> Any:
         op: its name.
         call: its arguments.
         backend: "auto" takes the fastest that serves the call, and reports once why faster ones do
-            not; a name takes that one or raises.
+            not: see serve; a name takes that one or raises.
 
     Raises:
-        ValueError: the named backend is unknown or cannot serve the call.
+        ValueError: the named backend is unknown.
+        NoKernelError: it cannot serve the call; with "auto" none can.
     """
     if backend == "auto":
         return serve(op, call)[1]
@@ -155,7 +166,7 @@ def run_by(op: str, backend: str, call: Any) -> Any:
     """The result of an op by a backend that is known to support the call.
 
     Raises:
-        ValueError: its kernel cannot be built.
+        NoKernelError: its kernel cannot be built.
     """
     try:
         return implementation(op, backend).run(call)
@@ -168,14 +179,23 @@ def serve(
 ) -> tuple[str, Any]:
     """The backend that serves a call, the fastest that can, and the result.
 
+    The reference is one of them for operations in which it is fast enough; attention and decode by
+    it are for whoever asks for it by its name.
+
     Args:
         op: its name.
         call: its arguments.
         report: called with each faster backend and the reason why it does not serve; None logs
             a loss once.
+
+    Raises:
+        NoKernelError: none can.
     """
     device = call.device.type
+    reasons = {}
     for name in order(op, device):
+        if name == "reference" and op in _SLOW:
+            continue
         served = implementation(op, name)
         reason = served.supports(call)
         if reason is None:
@@ -184,17 +204,18 @@ def serve(
             except CannotBuildError as error:
                 # It may build for other calls: only `supports` declines all of them.
                 reason = str(error)
+        reasons[name] = reason
         if report is not None:
             report(name, reason)
         elif BACKENDS[name].device in (None, device) and (
             op not in _QUIET or reason in _failed.values()
         ):
             log_once(name, reason)
-    raise AssertionError("the reference serves every call")
+    raise NoKernelError(_no_kernel(reasons))
 
 
-def _refusal(backend: str, reason: object) -> ValueError:
-    return ValueError(f"backend {backend!r} cannot serve this call: {reason}")
+def _refusal(backend: str, reason: object) -> NoKernelError:
+    return NoKernelError(f"backend {backend!r} cannot serve this call: {reason}")
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def _best_first(scores: Tensor, width: int) -> Tensor:
     # As integers the bits of negative numbers run the wrong way round.
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     last = scores.shape[-1] - 1
-    keys = ordered.mul_(1 << 32).add_(torch.arange(last, -1, -1))
+    keys = ordered.mul_(1 << 32).add_(torch.arange(last, -1, -1, device=scores.device))
     return last - (keys.topk(width, dim=-1).values & _LOWER_HALF)
 
 

@@ -33,6 +33,7 @@ def run(config: Config) -> int:
         from profiling.decoding.table import table
         from profiling.ledger import Ledger
         from profiling.prompts.held_out import overlap_sentence
+        from profiling.prompts.prompt import fewer_sentence
     file = config.as_json
     # The resume file is next to the output file; timed rounds are always measured again.
     with (
@@ -43,8 +44,9 @@ def run(config: Config) -> int:
         rows, record = compare(config, ledger)
         record = {"command": config.command, **record}
         lines = [
-            table(rows, record["all_seconds"], config.trials),
+            table(rows, record["all_seconds"]),
             *(overlap_sentence(**each) for each in record["seen_by_search"]),
+            *(fewer_sentence(**each) for each in record["fewer_prompts"]),
         ]
         deliver("\n".join(lines), record, file)
         if ledger is not None:

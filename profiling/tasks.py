@@ -9,8 +9,9 @@ from pydantic import Field
 from artifacts import HeadwiseError
 from artifacts.cli.arguments import Length, ModelName, Seed, Task
 from artifacts.cli.options import Arg, CommandConfig
+from profiling.progress import announce
 from profiling.prompts.kind import TaskSpec
-from profiling.prompts.prompt import KINDS, Prompt, make_prompts, parse_task
+from profiling.prompts.prompt import KINDS, Prompt, fewer_sentences, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"
 
@@ -101,6 +102,8 @@ def run(config: Config) -> int:
         task, tokenizer, length=config.length, samples=config.samples, seed=config.seed
     )
     print("\n\n".join(shown(prompt, tokenizer, whole=not config.ends) for prompt in prompts))
+    for line in fewer_sentences([task], prompts, length=config.length, samples=config.samples):
+        announce(line)
     return 0
 
 

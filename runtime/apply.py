@@ -15,8 +15,9 @@ from artifacts.errors import one_line
 from kernels.patterns import LayerPlan
 from kernels.registry import BACKENDS
 from runtime.allocator import keep_freed_memory
-from runtime.attention.function import ATTENTION_NAME, register
+from runtime.attention.function import register
 from runtime.attention.state import (
+    ATTENTION_NAME,
     CallCounter,
     Layer,
     Settings,
@@ -27,12 +28,14 @@ from runtime.attention.state import (
 )
 from runtime.caches.make import check_cache_layers, make_cache
 from runtime.caches.rehearsal import rehearse, rehearsed
+from runtime.devices import execution_device
 from runtime.fingerprint import check
 from runtime.layers import (
     attention_layers,
     check_sections,
     full_layers,
     make_plans,
+    surrounding,
     text_config,
 )
 from runtime.memory import CacheBytes, cache_bytes
@@ -150,8 +153,9 @@ def _plan(
         decode=decode,
         evicts=evicts,
     )
+    around = surrounding(model, modules.values())
     layers = {
-        module: Layer(settings, number, plans.get(number), roles.get(number))
+        module: Layer(settings, number, plans.get(number), roles.get(number), around[module])
         for number, module in modules.items()
     }
     return layers, settings
@@ -186,7 +190,8 @@ class Handle:
             remember(config, layers, settings, former=(whole, (config, former)))
             config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
             failed.pop_all()
-        if any(parameter.is_cpu for parameter in model.parameters()):
+        devices = {parameter.device for parameter in model.parameters()} | {execution_device(model)}
+        if any(device.type == "cpu" for device in devices):
             keep_freed_memory()
 
     @property

@@ -17,7 +17,9 @@ that is quantized or has adapters only the configuration can be compared, with c
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from artifacts import HeadwiseError, ModelInfo
+from artifacts.errors import one_line
 from artifacts.store.hashing import canonical_json
 from runtime.layers import heads_in, of_full_layers, text_config
 
@@ -55,18 +58,17 @@ _CONFIG_FIELDS = (
     "num_experts_per_tok",
     "moe_intermediate_size",
 )
-# The compared fields, from the most recognizable one to the hashes. Not the name, which is free,
-# nor max_positions, which may have been stretched.
-_COMPARED = (
-    "architecture",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "rope",
-    "config_sha256",
-    "weights_sha256",
-)
+# The compared fields, the most recognizable ones first. Not the name, which is free, nor
+# max_positions, which may have been stretched.
+_SHAPE = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
+_HASHES = ("config_sha256", "weights_sha256")
+# What to do with a model that differs in a field.
+_REMEDIES = {
+    "vocab_size": "where tokens were added to the model, headwise gate --out writes an artifact "
+    "for it",
+    "config_sha256": "the artifact does not name the field that differs; where tokens were added "
+    "to the model, headwise gate --out writes an artifact for it",
+}
 
 
 _log = logging.getLogger("headwise")
@@ -125,14 +127,28 @@ def compare(expected: ModelInfo, actual: ModelInfo) -> None:
     None differs from nothing: an imported artifact does not know it of its model, or it was not
     read of this one.
     """
-    for field in _COMPARED:
-        wanted = getattr(expected, field)
-        value = getattr(actual, field)
-        if None not in (wanted, value) and wanted != value:
+    for field, wanted, value in _compared(expected, actual):
+        if wanted != value:
+            remedy = f"; {_REMEDIES[field]}" if field in _REMEDIES else ""
             raise HeadwiseError(
                 f"this artifact is for another model: {field} is {wanted} in the artifact "
-                f"({expected.name}), {value} in this model"
+                f"({one_line(expected.name)}), {value} in this model{remedy}"
             )
+
+
+def _compared(expected: ModelInfo, actual: ModelInfo) -> Iterator[tuple[str, Any, Any]]:
+    """Fields that both models have, with the values of both, in the order of comparison."""
+    for field in _SHAPE:
+        values = getattr(expected, field), getattr(actual, field)
+        if None not in values:
+            yield field, *values
+    if expected.config is not None and actual.config is not None:
+        for field in dict.fromkeys((*expected.config, *actual.config)):
+            yield field, expected.config.get(field), actual.config.get(field)
+    for field in _HASHES:
+        values = getattr(expected, field), getattr(actual, field)
+        if None not in values:
+            yield field, *values
 
 
 def weights_sha256(model: PreTrainedModel) -> str:
@@ -225,16 +241,20 @@ def config_info(
         "head_dim": int(of_full_layers(config, "head_dim") or config.hidden_size // num_heads),
         "rope": _plain(getattr(config, "rope_parameters", None) or {}),
     }
-    covered = shape | {field: _plain(of_full_layers(config, field)) for field in _CONFIG_FIELDS}
+    fields = {field: of_full_layers(config, field) for field in _CONFIG_FIELDS}
     kinds = list(getattr(config, "layer_types", None) or ())
     # Some versions list the kinds of a model whose layers are all alike, some do not.
-    covered["layer_types"] = kinds if set(kinds) - {"full_attention"} else None
-    set_fields = {field: value for field, value in covered.items() if value is not None}
+    fields["layer_types"] = kinds if set(kinds) - {"full_attention"} else None
+    own = {field: value for field, value in fields.items() if value is not None}
+    set_fields = {
+        field: value for field, value in (shape | _plain(own)).items() if value is not None
+    }
     return ModelInfo(
         name=name,
         revision=revision,
         **shape,
         config_sha256=hashlib.sha256(canonical_json(set_fields)).hexdigest(),
+        config=json.loads(json.dumps(own)),
         weights_sha256=None,
         max_positions=int(getattr(config, "max_position_embeddings", None) or UNLIMITED),
     )

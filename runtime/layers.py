@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -16,6 +17,12 @@ from torch import nn
 from artifacts import HeadwiseError
 from artifacts.errors import ranges
 from kernels.patterns import LayerPlan, make
+from runtime.interface import (
+    asks_interface,
+    bypassing,
+    instance_asks_interface,
+    name_of_forward,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,13 +79,13 @@ def of_full_layers(config: Any, name: str) -> Any:
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The causal self-attention modules of a model's language part by layer number, in order.
 
-    A layer is one if its class calls transformers' attention interface. Layers of another sort,
+    A layer is one if its forward calls transformers' attention interface. Layers of another sort,
     such as linear attention in a hybrid model, are missing from the result.
 
     Raises:
         HeadwiseError: not a transformers model; no layer of it goes through the attention
-            interface, or one that does selects keys itself, so that no pattern can; two modules
-            claim the same layer; the model is sharded.
+            interface, or one that does selects keys itself, so that no pattern can; a forward was
+            replaced by one that does not; two modules claim the same layer; the model is sharded.
     """
     from transformers import PreTrainedModel
 
@@ -109,7 +116,21 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
         layers[layer] = module
     if not layers:
         raise HeadwiseError(f"{kind} {_why_none(model, config)}")
+    _check_forwards(model, layers.values())
     return dict(sorted(layers.items()))
+
+
+def surrounding(
+    model: nn.Module, modules: Iterable[nn.Module]
+) -> dict[nn.Module, tuple[weakref.ref[nn.Module], ...]]:
+    """References to the modules that each module is part of, the model first."""
+    names = {module: name for name, module in model.named_modules()}
+    around = {}
+    for module in modules:
+        parts = names[module].split(".")
+        outer = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        around[module] = tuple(map(weakref.ref, outer))
+    return around
 
 
 def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind:
@@ -279,24 +300,36 @@ def caches_latents(module: nn.Module) -> bool:
 
 def _is_layer(module: nn.Module, config: Any) -> bool:
     return (
-        isinstance(getattr(module, "layer_idx", None), int)
+        # Not that of a module inside, which a wrapper passes on (torch.compile, FSDP).
+        isinstance(vars(module).get("layer_idx"), int)
         and getattr(module, "config", None) is config
         and getattr(module, "is_causal", True) is not False
         and not getattr(module, "is_cross_attention", False)
-        and _asks_interface(type(module))
+        and (instance_asks_interface(module) or any(map(asks_interface, _bases(module))))
     )
 
 
-def _asks_interface(cls: type[nn.Module]) -> bool:
-    """True if a class's own code calls transformers' attention interface."""
-    for base in cls.__mro__:
-        for member in vars(base).values():
-            if not callable(member):
-                continue
-            code = getattr(inspect.unwrap(member), "__code__", None)
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
-                return True
-    return False
+def _bases(module: nn.Module) -> Iterator[type[nn.Module]]:
+    """Classes of a module that have a forward."""
+    return (base for base in type(module).__mro__ if "forward" in vars(base))
+
+
+def _check_forwards(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Raise HeadwiseError for a forward that was replaced by one that bypasses the interface."""
+    around = surrounding(model, layers)
+    names = {module: name for name, module in model.named_modules()}
+    for module, outer in around.items():
+        culprit: nn.Module | None = module
+        if instance_asks_interface(module):
+            modules = [each for reference in outer if (each := reference()) is not None]
+            culprit = bypassing(modules, module)
+        if culprit is not None:
+            place = names[culprit] or "the model"
+            raise HeadwiseError(
+                f"the forward of {place} in this {type(model).__name__} is "
+                f"{name_of_forward(culprit)}, which never calls {_INTERFACE}"
+                + ("" if culprit is module else f" through {names[module]}")
+            )
 
 
 def _why_none(model: Any, config: Any) -> str:
@@ -310,7 +343,7 @@ def _why_none(model: Any, config: Any) -> str:
     }
     if not attentions:
         return "has no attention that could be sparse"
-    if asking := [cls.__name__ for cls in attentions if _asks_interface(cls)]:
+    if asking := [cls.__name__ for cls in attentions if asks_interface(cls)]:
         return f"is not causal: no query of {min(asking)} is kept from later keys"
     own = min(attentions, key=lambda cls: (len(cls.__name__), cls.__name__))
     if _has_alibi(own, config):

@@ -78,12 +78,13 @@ def _kept(layer: CacheLayerMixin, seen: int) -> tuple[int, float]:
     policies = getattr(layer, "policies", None)
     if policies is not None:
         return max((max(policy.kept) for policy in policies), default=0), layer.mean_kept
+    if hasattr(layer, "tensors"):
+        # It keeps every token.
+        return seen, float(seen)
     keys = getattr(layer, "keys", None)
     count = 0
     if keys is not None and keys.numel():
         count = keys.shape[-2]
-    elif hasattr(layer, "bank"):
-        count = seen
     return count, float(count)
 
 
@@ -92,9 +93,11 @@ def _held(*layers: CacheLayerMixin) -> int:
     tensors: list[Tensor | None] = []
     for layer in layers:
         policies = getattr(layer, "policies", None)
-        if policies is None:
-            tensors += [getattr(layer, name, None) for name in ("keys", "values", "history")]
-        else:
+        if policies is not None:
             tensors += [tensor for policy in policies for tensor in policy.tensors().values()]
+        elif hasattr(layer, "tensors"):
+            tensors += layer.tensors()
+        else:
+            tensors += [getattr(layer, name, None) for name in ("keys", "values")]
     memories = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())

@@ -30,6 +30,7 @@ from profiling.speed.baselines import KERNEL, dense
 from profiling.speed.latency import in_turn, prefill
 from profiling.speed.layer_times import all_threads
 from runtime import load
+from runtime.devices import execution_device
 from runtime.fingerprint import fingerprint
 from runtime.layers import text_config
 from search.model.config import ModelSearch
@@ -121,12 +122,14 @@ def seconds_of_search(loaded: LoadedModel, length: int) -> float:
     """
     model = loaded.model
     short, long = _PROBES
-    ids = torch.zeros(1, long, dtype=torch.long, device=model.device)
+    ids = torch.zeros(1, long, dtype=torch.long, device=execution_device(model))
     runs = {str(count): partial(prefill, model, ids[:, :count]) for count in _PROBES}
     with all_threads(), dense(model, KERNEL):
         # Compiles the kernels.
         prefill(model, ids[:, :TILE])
-        rounds = in_turn(runs, repeats=2, device=str(model.device), warm_up=False, quiet=True)
+        rounds = in_turn(
+            runs, repeats=2, device=str(execution_device(model)), warm_up=False, quiet=True
+        )
     # The shorter of two rounds: other work on the machine only adds to them.
     seconds = {name: min(taken) for name, taken in rounds.items()}
     times = long / short

@@ -156,6 +156,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         # No search has as many batches: its own may have chosen the budget.
         first=GATE_SET,
     )
+    held_out.announce()
     plans = plans_of(artifact, length)
     used: list[Prompt] = []
     measured: list[TokenSequence] = []

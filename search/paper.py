@@ -29,6 +29,7 @@ from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import make_prompts, parse_task
 from profiling.ranks import Ranks
+from runtime.devices import execution_device
 from runtime.fingerprint import fingerprint
 from search.model.allocation import Allocation
 from search.model.costs import Costs, causal_tiles
@@ -118,8 +119,8 @@ def score_layers(run: SearchRun, target: int) -> dict[int, Scores]:
                 shown.update()
 
         if left:
-            ids = torch.tensor([run.prompts[0].input_ids], dtype=torch.long)
-            capture(run.loaded.model, ids.to(run.loaded.model.device), visit)
+            ids = torch.tensor([run.prompts[0].input_ids], dtype=torch.long, device="cpu")
+            capture(run.loaded.model, ids.to(execution_device(run.loaded.model)), visit)
     return {layer: run.ledger.get(unit) for layer, unit in units.items()}
 
 
@@ -353,6 +354,6 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
 
 def _a_shape_tiles(sizes: Sequence[int], length: int, dense_tail: int) -> int:
     # An A-shape reads the shapes of q and k alone.
-    tensor = torch.empty(1, dtype=torch.float32).expand(1, 1, length, 1)
+    tensor = torch.empty(1, dtype=torch.float32, device="cpu").expand(1, 1, length, 1)
     plan = LayerPlan([make("a_shape", sink=sizes[0], window=sizes[1])], 1, dense_tail=dense_tail)
     return int(plan.build(tensor, tensor).computed_tiles())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from torch import Tensor, nn
 
 import artifacts
@@ -125,6 +126,26 @@ def test_functions_under_another_default_dtype_return_the_same(dtype, whole, fol
             figures = headwise.evaluate(model, tokenizer, out, out=report, **measured, **quick)
             results.append((gated.tasks, figures["figures"]))
     assert results[0] == results[1]
+
+
+def test_evaluate_takes_an_offloaded_model(whole, folder, tmp_path):
+    model, tokenizer = loaded(folder)
+    rows = tuple(None if row is None else ("a",) * len(row) for row in whole.prefill.layers)
+    origin = artifacts.Imported(format="minference", file="f.json", sha256="0" * 64)
+    artifact = artifacts.Artifact(
+        model=whole.model,
+        search=None,
+        patterns={"a": artifacts.AShape(sink=64, window=64)},
+        prefill=artifacts.Prefill(dense_below=128, layers=rows, imported=origin),
+    )
+    artifacts.save(artifact, tmp_path / "cfg.yaml")
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.device.type == "meta"
+    options = {"length": LENGTH, "tasks": ["prose"], "quick": True, "speed": False}
+    record = headwise.evaluate(
+        model, tokenizer, tmp_path / "cfg.yaml", out=tmp_path / "report", **options
+    )
+    assert record["figures"] and "meta" not in str(record)
 
 
 def test_functions_under_autocast_are_refused(folder, tmp_path):

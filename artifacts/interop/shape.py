@@ -140,6 +140,7 @@ def model_shape(
         revision=options.revision,
         architecture=architecture,
         config_sha256=None,
+        config=None,
         weights_sha256=None,
         rope=None,
         **sizes,

@@ -33,6 +33,11 @@ class ModelInfo(Record):
     config_sha256: Sha256 | None = Field(
         description="over the configuration that determines attention (`runtime.fingerprint`)"
     )
+    config: dict[str, JsonValue] | None = Field(
+        default=None,
+        description="the fields that `config_sha256` covers besides those below, so that a field "
+        "in which another model differs can be named; null in imports",
+    )
     weights_sha256: Sha256 | None = Field(description="over a sample of every weight")
     num_layers: Few = Field(description="layers; at most 65,536 query heads in all")
     num_heads: Few = Field(description="query heads a layer")

@@ -23,6 +23,7 @@ from kernels.gradient import attention_gradients
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
+from kernels.topk import top_k_indices
 
 # Largest error on standard normal inputs: one rounding of the output, and of the probabilities in
 # 16 bits.
@@ -98,7 +99,7 @@ def attention(
 def paged(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values (1, G, K, D) in shuffled pages, NaN where no key lies; and their table."""
     count = -(-k.shape[2] // size)
-    order = torch.randperm(count + 2)[:count].to(k.device)
+    order = torch.randperm(count + 2, device="cpu")[:count].to(k.device)
     caches = []
     for x in (k, v):
         rows = x.new_full((count * size, *x.shape[1::2]), float("nan"))
@@ -131,6 +132,19 @@ def index_in_pages(inputs: Inputs) -> tuple[float, float]:
             for name in ("diagonals", "tiles", "columns"):
                 wrong += int((getattr(actual, name) != getattr(expected, name)).sum())
     return float(wrong), 0.0
+
+
+def places_of_rows(inputs: Inputs) -> tuple[float, float]:
+    """Places of the best entries of each row that differ; no two scores are equal."""
+    n = inputs.length
+    order = torch.rand(1, KV_HEADS, 3, n, device=inputs.device, dtype=torch.float32).argsort(-1)
+    scores = order.float()
+    sizes = [n // 4, n // 3]
+    actual, expected = (
+        top_k_indices(scores, sizes, [None] * KV_HEADS, forced=1, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    return float((actual != expected).sum()), 0.0
 
 
 def decode(*, select: bool, queries: int = 1) -> Check:
@@ -193,6 +207,7 @@ CHECKS: dict[str, Check] = {
     "attention, pages of 16, lists": attention(LISTS, page=16),
     "index of a layer": index_of_a_layer,
     "index of a layer, pages": index_in_pages,
+    "top-k of rows": places_of_rows,
     "decode, all keys": decode(select=False),
     "decode, selected keys": decode(select=True),
     "decode, 5 queries": decode(select=False, queries=5),
@@ -203,26 +218,38 @@ CHECKS: dict[str, Check] = {
 REHEARSED = (
     "attention, pages of 16, lists",
     "index of a layer, pages",
+    "top-k of rows",
     "decode, selected keys",
     "scores of a prompt",
 )
 
 
-def run(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:
-    """Errors, tolerances and failures by check, and the kernels that no check launched."""
+def run(inputs: Inputs, names: Sequence[str], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Emit error and tolerance, or the failure, of each check.
+
+    Raises:
+        SystemExit: checks failed, or there are kernels that none of them launched.
+    """
     torch.manual_seed(0)
-    rows: dict[str, Any] = {}
+    wrong = []
     with launched() as kernels:
         for name in names:
+            row: dict[str, Any] = {"check": name}
             try:
                 error, allowed = CHECKS[name](inputs)
             except Exception as failure:
-                rows[name] = {"failed": f"{type(failure).__name__}: {failure}"[:600]}
-                continue
-            rows[name] = {"error": error, "allowed": allowed}
-            if not error <= allowed:
-                rows[name]["failed"] = f"largest error {error:.3g}, allowed {allowed:.3g}"
-    return {"rows": rows, "never launched": sorted(kernel_names() - kernels)}
+                row["failed"] = f"{type(failure).__name__}: {failure}"[:600]
+            else:
+                row |= {"error": error, "allowed": allowed}
+                if not error <= allowed:
+                    row["failed"] = f"largest error {error:.3g}, allowed {allowed:.3g}"
+            if "failed" in row:
+                wrong.append(name)
+            emit(row)
+    never = sorted(kernel_names() - kernels)
+    emit({"never launched": never})
+    if wrong or never:
+        raise SystemExit(f"failed: {', '.join(wrong) or None}; never launched: {never}")
 
 
 def kernel_names() -> set[str]:

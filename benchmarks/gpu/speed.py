@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from profiling.speed.config import Size
 from profiling.speed.latency import in_turn, interleaved, medians, prefill
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
+
+# Writes a row of the report.
+Emit = Callable[[dict[str, Any]], None]
 
 # Shapes of Llama 3.2 1B and Llama 3.1 8B.
 _LLAMA = {
@@ -141,7 +144,7 @@ def rehearsed_sizes() -> Sizes:
         decode_lengths=(200,),
         prefill_lengths=(70,),
         models={"tiny": _TINY},
-        searched=("tiny", 512),
+        searched=("tiny", 256),
         search_options={"tasks": ("passkey",)},
         attention_repeats=0,
         decode_repeats=1,
@@ -163,14 +166,13 @@ def rates(device: str, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def attention(device: str, sizes: Sizes) -> list[dict[str, Any]]:
+def attention(device: str, sizes: Sizes, emit: Emit) -> None:
     """Time a layer's attention by published patterns, each compared with the reference first."""
-    rows = []
     for length in sizes.attention_lengths:
         size = sizes.layer(length, device)
         for speed in measure(size, sizes.patterns, repeats=sizes.attention_repeats):
             took = speed.sparse_seconds + speed.build_seconds
-            rows.append(
+            emit(
                 {
                     "length": length,
                     **asdict(speed),
@@ -178,42 +180,34 @@ def attention(device: str, sizes: Sizes) -> list[dict[str, Any]]:
                     "operations a second": speed.flops / speed.sparse_seconds,
                 }
             )
-    return rows
 
 
-def decode(device: str, sizes: Sizes) -> list[dict[str, Any]]:
+def decode(device: str, sizes: Sizes, emit: Emit) -> None:
     """Time a token over all and over selected keys, compared with the reference first."""
-    rows = []
     for length in sizes.decode_lengths:
         size = sizes.layer(length, device)
         speed = measure_decode(size, keys=sizes.selected, repeats=sizes.decode_repeats)
-        rows.append({"length": length, **asdict(speed)})
-    return rows
+        emit({"length": length, **asdict(speed)})
 
 
-def model(device: str, sizes: Sizes) -> list[dict[str, Any]]:
+def model(device: str, sizes: Sizes, emit: Emit) -> None:
     """Prefills of shapes with random weights, densely and with patterns, interleaved.
 
     Half of the heads are vertical-slash, a quarter each A-shape and block-sparse, each at a density
     of about a quarter, a search's default budget. Seconds do not depend on the weights, but for the
     density of vertical-slash, whose best diagonals lie scattered here."""
-    rows = []
     for name, shape in sizes.models.items():
-        rows += _prefills(name, shape, device, sizes)
-    return rows
+        _prefills(name, shape, device, sizes, emit)
 
 
 @torch.no_grad()
-def _prefills(
-    name: str, shape: Mapping[str, Any], device: str, sizes: Sizes
-) -> list[dict[str, Any]]:
-    """Seconds of a shape's prefills at each length; the longest are timed once."""
+def _prefills(name: str, shape: Mapping[str, Any], device: str, sizes: Sizes, emit: Emit) -> None:
+    """Emit the seconds of a shape's prefills at each length; the longest are timed once."""
     config = transformers.LlamaConfig(**shape)
     with torch.device(device):
         llama = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, sizes.dtype)
         ).eval()
-    rows = []
     for length in sizes.prefill_lengths:
         headwise = LoadedArtifact(_artifact(llama, length))
         contexts = {
@@ -231,7 +225,7 @@ def _prefills(
             contexts, lambda ids=ids: prefill(llama, ids), repeats=repeats, device=device
         )
         speedup = of_rounds(seconds, HEADWISE)
-        rows.append(
+        emit(
             {
                 "shape": name,
                 "length": length,
@@ -240,7 +234,6 @@ def _prefills(
                 "times the fastest dense": speedup.value,
             }
         )
-    return rows
 
 
 def _patterns(length: int) -> dict[str, PatternRecord]:

@@ -1,21 +1,24 @@
-"""A whole default search on a GPU, of a shape with random weights, and its artifact served."""
+"""A whole search on a GPU, of a shape with random weights, and its artifact served."""
 
 from __future__ import annotations
 
 import re
-import tempfile
+import shutil
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import transformers
+from run import code
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import headwise
+from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, make_prompts, per_context
 from profiling.speed.latency import prefill
 from runtime.layers import attention_layers
 
@@ -23,17 +26,52 @@ if TYPE_CHECKING:
     from speed import Sizes
 
 # A line of a phase that has ended, as the search prints it.
-_PHASE = re.compile(r"^(.+): \d+ of \d+ .* in ([\d:]+)$")
+_PHASE = re.compile(r"^(.+): (\d+) of \d+ (\w+) in ([\d:]+)$")
+# Losses of random weights mean nothing; an artifact that gains nothing is written and served, too.
+_OPTIONS = {
+    **dict.fromkeys(("max_kl", "max_perplexity", "max_nll", "max_lost")),
+    "keep": True,
+    "dense_below": 64,
+    "picture": False,
+}
 
 
-def search(device: str, sizes: Sizes) -> list[dict[str, Any]]:
-    """Search a shape by the defaults, and serve a prompt by the artifact.
+class _Phases:
+    """Passes stderr on, and emits each phase that has ended."""
 
-    The weights are random: seconds and memory are a real model's, density and losses are not.
+    def __init__(self, stream: TextIO, emit: Callable[[dict[str, Any]], None]) -> None:
+        self._stream = stream
+        self._emit = emit
 
-    Returns:
-        One row: seconds of the search and of its phases, peak bytes on the device, the verdict,
-        heads by kind, and calls of the served prefill.
+    def write(self, text: str) -> int:
+        """Write to the stream; a phase's line is written by one call."""
+        if match := _PHASE.match(text):
+            minutes_and_seconds = [int(part) for part in match[4].split(":")]
+            seconds = sum(part * 60**at for at, part in enumerate(reversed(minutes_and_seconds)))
+            self._emit({"phase": match[1], match[3]: int(match[2]), "seconds": seconds})
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        """False: phases are lines."""
+        return False
+
+
+def search(device: str, sizes: Sizes, out: Path, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Search a shape by the defaults, whatever it loses or gains, and serve a prompt by it.
+
+    The weights are random: seconds and memory are a real model's, density and losses are not. The
+    last row has seconds of the search, peak bytes on the device, the verdict, heads by kind, and
+    calls of the served prefill; the rows before it are the phases.
+
+    Args:
+        device: of the model.
+        sizes: its shape and length.
+        out: folder in which a search that was stopped leaves its resume file.
+        emit: writes a row.
     """
     name, length = sizes.searched
     torch.manual_seed(0)
@@ -46,26 +84,31 @@ def search(device: str, sizes: Sizes) -> list[dict[str, Any]]:
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    lines = StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "cfg.yaml"
-        began = time.perf_counter()
-        with redirect_stderr(lines):
-            recorded = headwise.search(
-                model,
-                _byte_tokenizer(),
-                out=out,
-                name=name,
-                length=length,
-                keep=True,
-                **sizes.search_options,
-            )
-        seconds = time.perf_counter() - began
-        assert recorded is not None, "there is one rank"
-        ids = torch.randint(3, 90, (1, length), device=device)
-        with headwise.load(out).apply(model, strict=True) as handle:
-            prefill(model, ids)
-            served = handle.stats()
+    # The resume file of a search by other code is of no use.
+    folder = out / f"search-{code()}"
+    for other in out.glob("search-*"):
+        if other != folder:
+            shutil.rmtree(other)
+    resumed = folder.exists()
+    folder.mkdir(exist_ok=True)
+    file = folder / "cfg.yaml"
+    began = time.perf_counter()
+    with redirect_stderr(_Phases(sys.stderr, emit)):  # type: ignore[type-var]
+        recorded = headwise.search(
+            model,
+            _byte_tokenizer(),
+            out=file,
+            name=name,
+            length=length,
+            **_OPTIONS,
+            **sizes.search_options,
+        )
+    seconds = time.perf_counter() - began
+    assert recorded is not None, "there is one rank"
+    ids = torch.randint(3, 90, (1, length), device=device)
+    with headwise.load(file).apply(model, strict=True) as handle:
+        prefill(model, ids)
+        served = handle.stats()
     if not served["sparse"]:
         raise SystemExit(f"no layer of {name} was served sparsely: {served}")
     artifact = recorded.artifact
@@ -75,30 +118,30 @@ def search(device: str, sizes: Sizes) -> list[dict[str, Any]]:
     peak = None
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(device)
-    row = {
-        "shape": name,
-        "length": length,
-        "layers": len(attention_layers(model)),
-        "weights": weights,
-        "peak bytes": peak,
-        "seconds": seconds,
-        "phases": _phases(lines.getvalue()),
-        "why no gradients": artifact.search and artifact.search.gradient_fault,
-        "verdict": artifact.evidence.proof,
-        "heads": dict(kinds),
-        "served": served,
-    }
-    return [row]
+    emit(
+        {
+            "shape": name,
+            "length": length,
+            "layers": len(attention_layers(model)),
+            "weights": weights,
+            "peak bytes": peak,
+            "seconds": seconds,
+            "resumed": resumed,
+            "why no gradients": artifact.search and artifact.search.gradient_fault,
+            "verdict": artifact.evidence.proof,
+            "heads": dict(kinds),
+            "served": served,
+        }
+    )
+    shutil.rmtree(folder)
 
 
-def _phases(printed: str) -> dict[str, int]:
-    """Whole seconds of each phase, summed where it ran several times."""
-    seconds: Counter[str] = Counter()
-    for line in printed.splitlines():
-        if match := _PHASE.match(line):
-            parts = [int(part) for part in match[2].split(":")]
-            seconds[match[1]] += sum(part * 60**at for at, part in enumerate(reversed(parts)))
-    return dict(seconds)
+def check_prompts(sizes: Sizes) -> None:
+    """Make prompts of all tasks of the measured search, which a rehearsal's is too short for."""
+    _, length = sizes.searched
+    tokenizer = _byte_tokenizer()
+    for task in dict.fromkeys((*CALIBRATED_TASKS, *GATE_TASKS)):
+        make_prompts(task, tokenizer, length=length, samples=per_context(task), seed=0)
 
 
 def _byte_tokenizer() -> Any:

@@ -47,7 +47,8 @@ def sparse_attention(
         out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if None.
         skipped: (B or S, H) int32 contiguous, to which is added how many tiles each head skipped
             (SparseIndex.skip).
-        backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
+        backend: "auto" takes the fastest that serves the call, never the slow reference; a name
+            takes that one or raises.
 
     Returns:
         (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E). Rows of q that
@@ -60,7 +61,8 @@ def sparse_attention(
     Raises:
         ValueError: shapes, dtypes, layouts or devices that do not go together; an index whose
             entries are not as SparseIndex.validate wants them; a scale or soft-cap that is not
-            positive and finite; a named backend that cannot serve the call.
+            positive and finite; a named backend that cannot serve the call; with
+            "auto" no kernel can (kernels.registry.NoKernelError).
     """
     call = AttentionCall(
         q,
@@ -85,7 +87,8 @@ def attend(call: AttentionCall, backend: str = "auto") -> tuple[Tensor, Tensor]:
         its sink's included; -inf for rows of q that belong to no sequence.
 
     Raises:
-        ValueError: a named backend that cannot serve the call.
+        ValueError: a named backend that cannot serve the call; with
+            "auto" no kernel can (kernels.registry.NoKernelError).
     """
     attended: tuple[Tensor, Tensor] = registry.run("attention", call, backend)
     return attended

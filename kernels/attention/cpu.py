@@ -63,9 +63,11 @@ def run(call: AttentionCall, *, engine: str | None = None) -> tuple[Tensor, Tens
     sinks = call.sinks
     q, k, v = map(with_rows, (call.q, call.k, call.v))
     batch, num_heads, q_len, _ = q.shape
-    lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32)
+    lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32, device="cpu")
     if out is None:
-        out = torch.empty(batch, q_len, num_heads, v.shape[-1], dtype=q.dtype).transpose(1, 2)
+        out = torch.empty(
+            batch, q_len, num_heads, v.shape[-1], dtype=q.dtype, device="cpu"
+        ).transpose(1, 2)
     if not index.batch:
         return out, lse
     ragged = index.ragged or Ragged.left_padded([index.k_len] * batch, q_len, index.k_len)

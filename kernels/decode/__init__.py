@@ -61,11 +61,13 @@ def decode_attention(
             size. Entries from a sequence's end on are not read.
         sinks: (H,) a learned logit of each query head that takes part in every softmax and has
             no value (gpt-oss). The log-sum-exp counts it, and so do the scores' probabilities.
-        backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
+        backend: "auto" takes the fastest that serves the call, never the slow reference; a name
+            takes that one or raises.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together; a size, scale or soft-cap out
-            of range; a named backend that cannot serve the call. On the CPU also tokens that do not
+            of range; a named backend that cannot serve the call; with "auto" no kernel can
+            (kernels.registry.NoKernelError). On the CPU also tokens that do not
             ascend, and starts, ends or pages that lie outside the cache.
     """
     call = DecodeCall(

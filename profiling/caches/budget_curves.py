@@ -20,13 +20,16 @@ import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.decode import MAX_QUERIES, decode_attention
+from kernels import registry
+from kernels.call import MAX_QUERIES, Operands
+from kernels.decode import decode_attention
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.prompt import Prompt, digest
+from runtime.devices import execution_device
 from runtime.layers import attention_layers, heads_of, text_config
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
@@ -114,7 +117,9 @@ def _of_prompt(
                 error[inputs.layer], retained[inputs.layer] = _walk(inputs, stream, shares)
 
         capture(
-            model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit
+            model,
+            torch.tensor([prompt.input_ids], device=execution_device(model), dtype=torch.long),
+            visit,
         )
     # The effect of a norm after the attention is known only once the block has run.
     for layer in np.flatnonzero(np.isfinite(retained).all((1, 2))):
@@ -130,7 +135,9 @@ def _walk(
     k = inputs.k
     v = inputs.v
     s_len = inputs.q.shape[2]
-    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
+    # As a search does: slow where there is no kernel.
+    backend = registry.fast("decode", Operands(q, k, v))[0] or "reference"
+    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
     scores = torch.zeros(k.shape[:3], device=k.device, dtype=torch.float32)
     blocks = math.ceil(s_len / MAX_QUERIES)
     first = min(blocks - 1, math.ceil(blocks * _FIRST))

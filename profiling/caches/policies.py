@@ -85,6 +85,7 @@ class RandomEviction(SnapKV):
             tokens - self.record.window,
             generator=generator,
             dtype=torch.float32,
+            device="cpu",
         )
         votes[:, :, :SINKS] = 1
         return votes.to(call.k.device)

@@ -72,6 +72,8 @@ class Comparison(CommandConfig):
             raise HeadwiseError("--dense-prefill makes a cache of its own: leave --offload away")
         for text in self.policies:
             parse_cache(text)
+            if self.policies.count(text) > 1:
+                raise HeadwiseError(f"--policy {text} is given twice")
         if self.forced >= self.text_length:
             raise HeadwiseError(
                 f"--forced must be below --text-length ({self.text_length}), got {self.forced}: "

@@ -21,11 +21,12 @@ from profiling.decoding.config import Comparison
 from profiling.decoding.steps import filled, methods, step_seconds
 from profiling.decoding.table import Row, apart, in_blocks
 from profiling.environment import environment
+from profiling.evaluation.intervals import mean_interval
 from profiling.ledger import Ledger
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.held_out import Seen, unseen_prompts
-from profiling.prompts.prompt import Prompt, digest, parse_task
+from profiling.prompts.held_out import Seen, Units, unit_means, units, unseen_prompts
+from profiling.prompts.prompt import Prompt, Task, digest, parse_task
 from profiling.quality.answers import answers, is_right
 from profiling.quality.forced_decode import Begun, begin, dense_losses, forced_losses
 from profiling.quality.method import Method, of_policy
@@ -62,22 +63,19 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     compared += [of_policy(loaded, text, parse_cache(text)) for text in config.policies]
     timed = _timed(config, loaded, compared)
     seen = Seen.by([load_pair(config.config)[1]] if config.config else [])
-    overlaps: list[dict[str, Any]] = []
+    notes: dict[str, list[dict[str, Any]]] = {"seen_by_search": [], "fewer_prompts": []}
     prompts: list[Prompt] = []
     if config.trials:
-        prompts, overlap = _prompts(
-            config, loaded, seen, config.task, config.task_length, config.trials
-        )
-        overlaps += overlap
+        task = parse_task(config.task)
+        prompts = _prompts(config, loaded, seen, task, config.task_length, config.trials, notes)
     texts: list[Prompt] = []
     if config.text:
-        texts, overlap = _prompts(
-            config, loaded, seen, f"text:{config.text}", config.text_length, config.texts
-        )
-        overlaps += overlap
+        task = parse_task(f"text:{config.text}")
+        texts = _prompts(config, loaded, seen, task, config.text_length, config.texts, notes)
     depends: dict[str, Any] = {}
     if ledger is not None:
         depends = _depends(config, loaded, prompts, texts)
+    text_units = units(texts)
     rows: list[Row] = []
     losses: dict[str, Tensor] = {}
     for method in compared:
@@ -93,12 +91,14 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
             unit = ledger.unit(f"{method.name} {method.identity}", depends)
             quality = ledger.once(unit, measure)
         if texts:
-            losses[method.name] = torch.as_tensor(quality["losses"], dtype=torch.float32)
-        rows.append(_row(config, method.name, timed, prompts, quality, losses))
+            losses[method.name] = torch.as_tensor(
+                quality["losses"], dtype=torch.float32, device="cpu"
+            )
+        rows.append(_row(config, method.name, timed, prompts, quality, losses, text_units))
     artifact = None
     if headwise is not None:
         artifact = headwise.artifact.content_sha256
-    return rows, {**_record(config, artifact, rows, timed), "seen_by_search": overlaps}
+    return rows, {**_record(config, artifact, rows, timed), **notes}
 
 
 def _artifact(config: Comparison) -> LoadedArtifact | None:
@@ -212,23 +212,26 @@ def _record(
 
 
 def _prompts(
-    config: Comparison, loaded: LoadedModel, seen: Seen, task: str, length: int, samples: int
-) -> tuple[list[Prompt], list[dict[str, Any]]]:
-    """Make prompts that no search has seen; if some were, the arguments of `overlap_sentence`."""
+    config: Comparison,
+    loaded: LoadedModel,
+    seen: Seen,
+    task: Task,
+    length: int,
+    samples: int,
+    notes: dict[str, list[dict[str, Any]]],
+) -> list[Prompt]:
+    """Make prompts that no search has seen; note where some were, or where there are too few."""
     held_out = unseen_prompts(
         task, loaded.tokenizer, length=length, samples=samples, seed=config.seed, seen=seen
     )
-    overlaps: list[dict[str, Any]] = []
+    prompts = len(held_out.prompts)
+    about = {"task": task.name, "length": length}
     if held_out.overlapping:
-        overlaps.append(
-            {
-                "task": parse_task(task).name,
-                "length": length,
-                "overlapping": held_out.overlapping,
-                "samples": samples,
-            }
-        )
-    return held_out.prompts, overlaps
+        overlap = {"overlapping": held_out.overlapping, "samples": prompts}
+        notes["seen_by_search"].append({**about, **overlap})
+    if prompts < samples:
+        notes["fewer_prompts"].append({**about, "prompts": prompts, "samples": samples})
+    return held_out.prompts
 
 
 def _timed_fields(config: Comparison, name: str, timed: Timed) -> dict[str, Any]:
@@ -248,6 +251,7 @@ def _row(
     prompts: Sequence[Prompt],
     quality: Mapping[str, Any],
     losses: Mapping[str, Tensor],
+    text_units: Units,
 ) -> Row:
     """Make a method's row.
 
@@ -258,18 +262,21 @@ def _row(
         prompts: the questions that `quality` answers.
         quality: the method's answers and tokens.
         losses: (T, F) of the methods so far, dense first, then an artifact.
+        text_units: units of the T texts.
     """
     fields = _timed_fields(config, name, timed)
     replies = quality["answers"]
     if prompts:
-        fields["right"] = sum(map(is_right, prompts, replies))
+        scores = [float(right) for right in map(is_right, prompts, replies)]
+        fields["right"] = int(sum(scores))
+        fields["accuracy"] = mean_interval(unit_means(scores, units(prompts)))
     if name in losses:
         own = losses[name]
         first = next((each for each in losses if each != MODEL), name)
         fields["perplexity"] = math.exp(own.mean().item())
         fields["losses"] = in_blocks(own)
         if name != MODEL:
-            fields["change"] = apart(own, losses[MODEL])
+            fields["change"] = apart(own, losses[MODEL], text_units)
         if name not in (MODEL, first):
-            fields["apart"] = apart(own, losses[first])
+            fields["apart"] = apart(own, losses[first], text_units)
     return Row(method=name, answers=tuple(replies), tokens=quality["tokens"], **fields)

@@ -17,6 +17,7 @@ from profiling.quality.method import Method
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 from profiling.speed.latency import interleaved
 from runtime import LoadedArtifact
+from runtime.devices import execution_device
 from runtime.layers import heads_of, text_config
 
 # Tokens that are prefilled at a time.
@@ -78,7 +79,10 @@ def step_seconds(
             extra = cache.get_seq_length() - context
             if extra and not method.evicts:
                 cache.crop(-extra)
-            current[:] = [cache, torch.zeros(1, 1, dtype=torch.long, device=model.device)]
+            current[:] = [
+                cache,
+                torch.zeros(1, 1, dtype=torch.long, device=execution_device(model)),
+            ]
             return method.apply(model)
 
         return enter
@@ -89,14 +93,16 @@ def step_seconds(
             model(tokens, past_key_values=cache, use_cache=True)
 
     contexts = {method.name: entering(method) for method in methods}
-    return interleaved(contexts, decode, repeats=repeats, device=str(model.device))
+    return interleaved(contexts, decode, repeats=repeats, device=str(execution_device(model)))
 
 
 def _prefill(model: Any, cache: Any, context: int, seed: int) -> None:
     """Random tokens into a cache that drops some, in chunks, as a serving engine does."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, vocabulary, (1, context), generator=generator).to(model.device)
+    ids = torch.randint(0, vocabulary, (1, context), generator=generator, device="cpu").to(
+        execution_device(model)
+    )
     for part in bar(ids.split(_CHUNK, dim=1), desc=f"prefill {context}"):
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
@@ -106,7 +112,7 @@ def fill(model: Any, cache: Any, context: int, seed: int) -> None:
     config = text_config(model)
     heads, kv_heads = heads_of(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    generator = torch.Generator(model.device).manual_seed(seed)
+    generator = torch.Generator(execution_device(model)).manual_seed(seed)
     for layer in range(config.num_hidden_layers):
         k, v = (
             torch.randn(
@@ -115,7 +121,7 @@ def fill(model: Any, cache: Any, context: int, seed: int) -> None:
                 context,
                 head_dim,
                 generator=generator,
-                device=model.device,
+                device=execution_device(model),
                 dtype=model.dtype,
             )
             for _ in range(2)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from artifacts.page.layout import aligned
-from profiling.evaluation.intervals import Interval, student, wilson
+from profiling.evaluation.intervals import Interval, student
+from profiling.prompts.held_out import Units, unit_means
 from profiling.speed.baselines import COLUMNS, cells, of_rounds
 
 _MIB = 2**20
@@ -31,7 +32,9 @@ class Row:
 
     Attributes:
         change, apart: of the loss, in nats a token, against dense and against the first artifact on
-            the same tokens, over texts.
+            the same tokens, over texts; texts that share some are one unit.
+        right: how many of the prompts it answers.
+        accuracy: the fraction of them, over units as profiling.prompts.held_out.units has them.
         losses: of 64 tokens, by text.
         tokens: that a KV head of a sparse layer read in a step, on average over all that was
             decoded.
@@ -44,6 +47,7 @@ class Row:
     perplexity: float | None = None
     change: Interval | None = None
     right: int | None = None
+    accuracy: Interval | None = None
     tokens: float | None = None
     answers: tuple[str, ...] = ()
     losses: tuple[tuple[float, ...], ...] = ()
@@ -55,24 +59,23 @@ def in_blocks(losses: Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(part.mean().item() for part in text.split(_BLOCK)) for text in losses)
 
 
-def apart(losses: Tensor, baseline: Tensor) -> Interval:
-    """Losses less those of the same tokens by another method, nats a token, over texts."""
-    return student((losses - baseline).double().mean(1).tolist())
+def apart(losses: Tensor, baseline: Tensor, units: Units) -> Interval:
+    """Losses less those of the same tokens by another method, nats a token, over units of texts."""
+    differences = (losses - baseline).double().mean(1).tolist()
+    return student(unit_means(differences, units))
 
 
-def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: int) -> str:
+def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]]) -> str:
     """Align the rows as text.
 
     Args:
         rows: a row for each method.
         seconds: of each method's rounds.
-        trials: prompts of the task that each method answered, 0 for none.
     """
     to_first = any(row.apart for row in rows)
-    if trials:
-        accuracy = f"accuracy of {trials}"
-    else:
-        accuracy = "accuracy"
+    accuracy = "accuracy"
+    if prompts := len(rows[0].answers):
+        accuracy = f"accuracy of {prompts}"
     header = ["", "ms/token", "tokens/s", *COLUMNS, "cache MiB", "bank MiB", "tokens read"]
     header += ["perplexity", accuracy]
     if to_first:
@@ -90,7 +93,7 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
         else:
             tokens = "-"
         line += [tokens, _perplexity(row)]
-        line.append(_accuracy(row.right, trials))
+        line.append(_accuracy(row.accuracy))
         if to_first:
             if row.apart:
                 apart = _changed(row.apart)
@@ -130,13 +133,14 @@ def _changed(interval: Interval) -> str:
     value, low, high = (
         100 * math.expm1(each) for each in (interval.value, interval.low, interval.high)
     )
-    between = f" ({low:+.2f} to {high:+.2f})" if interval.count > 1 else ""
+    between = f" ({low:+.2f} to {high:+.2f})" if interval.is_known else ""
     return f"{value:+.2f}%{between}"
 
 
-def _accuracy(right: int | None, questions: int) -> str:
-    """Accuracy with Wilson's 95% interval."""
-    if right is None:
+def _accuracy(interval: Interval | None) -> str:
+    """Accuracy with its 95% interval."""
+    if interval is None:
         return "-"
-    interval = wilson(right, questions)
+    if not interval.is_known:
+        return f"{interval.value:.2f}"
     return f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"

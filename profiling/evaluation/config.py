@@ -101,7 +101,7 @@ class Config(CommandConfig):
     ] = None
     length: Annotated[
         tuple[Annotated[Length, Field(ge=1)], ...] | None,
-        Arg("prompt lengths (default: the model's positions)"),
+        Arg("prompt lengths (default: that of the artifact's search)"),
     ] = None
     methods: Annotated[
         tuple[str, ...] | None,

@@ -33,6 +33,11 @@ class Interval:
     high: float
     count: int
 
+    @property
+    def is_known(self) -> bool:
+        """False for one unit that has no interval: its bounds are its value."""
+        return self.count > 1 or self.low < self.high
+
     def holds(self, value: float) -> bool:
         """True if the value is within the bounds, these included."""
         return self.low <= value <= self.high

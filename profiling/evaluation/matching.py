@@ -17,6 +17,7 @@ from kernels.patterns import KINDS, AShape, Inputs, LayerPlan, Pattern, make
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
+from runtime.devices import execution_device
 from runtime.layers import make_plans
 
 # Prompts that sizes are fitted on: of no evaluation's seed.
@@ -75,7 +76,9 @@ class PatternCosts:
                 for kind in _CHOOSING
             }
 
-        ids = torch.tensor([prompt.input_ids], device=loaded.model.device, dtype=torch.long)
+        ids = torch.tensor(
+            [prompt.input_ids], device=execution_device(loaded.model), dtype=torch.long
+        )
         capture(loaded.model, ids, visit)
 
     @property
@@ -141,6 +144,6 @@ def _largest(kind: str, length: int) -> Pattern:
 
 def _a_shape_density(pattern: AShape, length: int, dense_tail: int) -> float:
     # The computed tiles depend on shapes and sizes only, not on the values of q and k.
-    tensor = torch.zeros(1, 1, length, 1, dtype=torch.float32)
+    tensor = torch.zeros(1, 1, length, 1, dtype=torch.float32, device="cpu")
     index = LayerPlan([pattern], 1, dense_tail=dense_tail).build(tensor, tensor)
     return float(index.density())

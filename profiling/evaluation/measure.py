@@ -7,9 +7,9 @@ run resumes at the prompt in progress.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +23,14 @@ from profiling.evaluation.rows import Row, rows_of
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
-from profiling.prompts.held_out import Seen, seeded_prompts
-from profiling.prompts.prompt import KINDS, Prompt, parse_task, per_context
+from profiling.prompts.held_out import Seen, seeded_prompts, units
+from profiling.prompts.prompt import KINDS, Prompt, Task, parse_task, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.method import Method
 from profiling.quality.sequences import kl_divergence
 from profiling.quality.trials import VERSION, context_log_probs, trials
 from profiling.speed.baselines import MODEL
+from runtime.devices import execution_device
 
 OUTPUT = "evaluation.json"
 
@@ -40,6 +41,10 @@ class Set:
 
     Attributes:
         depth: the place in the grid, None without one.
+        prompts: of all seeds; fewer than `samples` if the task's text has no more.
+        seeds: the number of each prompt's seed.
+        digests: of each prompt, by all that an answer depends on.
+        samples: how many prompts were asked for.
         overlapping: how many of the prompts the artifact's search has seen, for want of others.
     """
 
@@ -47,6 +52,9 @@ class Set:
     length: int
     depth: float | None
     prompts: tuple[Prompt, ...]
+    seeds: tuple[int, ...]
+    digests: tuple[str, ...]
+    samples: int
     overlapping: int = 0
 
 
@@ -56,28 +64,55 @@ class Measured(NamedTuple):
     Attributes:
         rows: by length, task, depth and method.
         seen_by_search: of each task and length whose prompts the search had seen how many.
+        fewer_prompts: of each task and length whose text has too few prompts how many.
     """
 
     rows: list[Row]
     seen_by_search: list[dict[str, Any]]
+    fewer_prompts: list[dict[str, Any]]
 
 
-def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The tasks that were asked for; `all` are those that need no file."""
-    free = tuple(kind.name for kind in KINDS.values() if kind.takes_file != "must")
-    return tuple(
-        dict.fromkeys(task for name in names for task in (free if name == ALL_TASKS else (name,)))
-    )
+def tasks_of(names: Sequence[str], text: str | None) -> tuple[str, ...]:
+    """The tasks that were asked for, each once, as parse_task reads them.
+
+    Args:
+        names: of tasks; `all` are those that need no file.
+        text: the haystack of each GRID task that names no file, and a task of its own.
+
+    Raises:
+        HeadwiseError: two tasks have one name.
+    """
+    tasks: list[Task] = []
+    for name in names:
+        if name == ALL_TASKS:
+            tasks += [Task(kind.name) for kind in KINDS.values() if kind.takes_file != "must"]
+        else:
+            tasks.append(parse_task(name))
+    if text is not None:
+        whole = parse_task(f"text:{text}")
+        tasks = [
+            replace(task, file=whole.file) if task.kind == GRID and task.file is None else task
+            for task in tasks
+        ]
+        tasks.append(whole)
+    # By file, however its path is written.
+    by_file = {replace(task, file=task.file and task.file.resolve()): task for task in tasks}
+    tasks = list(by_file.values())
+    names = [task.name for task in tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise HeadwiseError(f"--task has two tasks {name}: their files need different names")
+    return tuple(map(str, tasks))
 
 
-def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
+def check_lengths(file: Path, artifact: Artifact, lengths: Sequence[int]) -> None:
     """Reject lengths that the artifact serves densely or that the model was not trained for."""
     for length in lengths:
         if length < artifact.prefill.dense_below and any(artifact.prefill.layers):
             raise HeadwiseError(
-                f"--length {length} is below the artifact's dense_below of "
-                f"{artifact.prefill.dense_below}, so it "
-                "would be served densely: ask for longer prompts"
+                f"--length {length} is below the dense_below of {file}, "
+                f"{artifact.prefill.dense_below}, so it would be served densely: ask for longer "
+                "prompts"
             )
         if length > artifact.model.max_positions:
             raise HeadwiseError(
@@ -101,11 +136,12 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
             placed = task
             if depth is not None:
                 placed = replace(task, parameters=(*task.parameters, ("depth", depth)))
+            samples = config.samples * per_context(placed)
             sampled = seeded_prompts(
                 placed,
                 tokenizer,
                 length=length,
-                samples=config.samples * per_context(placed),
+                samples=samples,
                 seeds=range(config.seed, config.seed + config.seeds),
                 seen=seen,
             )
@@ -115,6 +151,9 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
                     length=length,
                     depth=depth,
                     prompts=tuple(sampled.prompts),
+                    seeds=sampled.seeds,
+                    digests=tuple(map(_digest, sampled.prompts)),
+                    samples=samples * config.seeds,
                     overlapping=sampled.overlapping,
                 )
             )
@@ -146,11 +185,11 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
             here = [each for each in sets if each.length == length]
             built = [methods.make(name, length) for name in config.methods]
             _run(loaded, built, here, of, ledger, shown)
-            for each in here:
+            for each, names in zip(here, _units(here), strict=True):
                 for method in built:
-                    records = [ledger.get(of(method, prompt)) for prompt in each.prompts]
-                    rows += _rows(each, method, records, config.seeds)
-    return Measured(rows, _seen_by_search(sets))
+                    records = [ledger.get(of(method, length, digest)) for digest in each.digests]
+                    rows += _rows(each, method, records, names)
+    return Measured(rows, *_shortages(sets))
 
 
 def _run(
@@ -162,20 +201,26 @@ def _run(
     shown: Phase,
 ) -> None:
     """Run each context under each method that lacks it, dense attention first."""
-    placed = [(each, prompt) for each in sets for prompt in each.prompts]
-    for numbers in by_context([prompt for _, prompt in placed]):
+    placed = [
+        (each, prompt, digest)
+        for each in sets
+        for prompt, digest in zip(each.prompts, each.digests, strict=True)
+    ]
+    for numbers in by_context([prompt for _, prompt, _ in placed]):
         first = placed[numbers[0]][0]
-        prompts = [placed[number][1] for number in numbers]
-        tokens = first.length * len(numbers)
+        length = first.length
+        # By digest: equal prompts of several depths are run once.
+        prompts = {placed[number][2]: placed[number][1] for number in numbers}
+        tokens = length * len(numbers)
         expected: Tensor | None = None
         for method in methods:
-            # By key: equal prompts of several depths are run once.
-            units = {of(method, prompt).key: prompt for prompt in prompts}
-            left = [prompt for prompt in units.values() if of(method, prompt) not in ledger]
+            units = {digest: of(method, length, digest) for digest in prompts}
+            missing = [digest for digest, unit in units.items() if unit not in ledger]
+            left = [prompts[digest] for digest in missing]
             if not left:
                 shown.skip(tokens)
                 continue
-            shown.note(f"{method.name} {first.task} {first.length}")
+            shown.note(f"{method.name} {first.task} {length}")
             is_dense = method.name == MODEL
             if expected is None and not is_dense and not method.evicts:
                 with methods[0].asked(loaded.model):
@@ -188,16 +233,14 @@ def _run(
                     elif expected is not None and trial.log_probs is not None:
                         divergence = kl_divergence(expected, trial.log_probs)
                         record = {**record, "kl": max(float(divergence.mean()), 0.0)}
-                    ledger.put(of(method, left[trial.number]), record)
+                    ledger.put(units[missing[trial.number]], record)
             shown.update(tokens)
 
 
 def _rows(
-    prompt_set: Set, method: Method, records: Sequence[Mapping[str, Any]], seeds: int
+    prompt_set: Set, method: Method, records: Sequence[Mapping[str, Any]], units: Sequence[str]
 ) -> Iterator[Row]:
-    """Rows of a method's records on a set, prompt by prompt, as many of each seed."""
-    units = _units(prompt_set)
-    each = len(prompt_set.prompts) // seeds
+    """Rows of a method's records on a set, prompt by prompt, each with the name of its unit."""
     for at, (prompt, record) in enumerate(zip(prompt_set.prompts, records, strict=True)):
         yield from rows_of(
             record,
@@ -206,40 +249,45 @@ def _rows(
             method=method.name,
             prompt=f"{prompt_set.depth}/{at}",
             unit=units[at],
-            seed=at // each,
+            seed=prompt_set.seeds[at],
             questions=len(prompt.scored) or 1,
             depth=prompt_set.depth,
         )
 
 
-def _units(prompt_set: Set) -> list[str]:
-    """Name the unit of each prompt: its context, or in a grid its number, the same at all depths.
-
-    Every method has the same, which may have run on fewer prompts.
-    """
-    units = [""] * len(prompt_set.prompts)
-    for number, group in enumerate(by_context(prompt_set.prompts)):
-        for at in group:
-            if prompt_set.depth is None:
-                ids = array("i", prompt_set.prompts[at].context).tobytes()
-                units[at] = f"{prompt_set.task}/{hashlib.sha256(ids).hexdigest()}"
-            else:
-                units[at] = f"{prompt_set.task}/{number}"
-    return units
+def _units(sets: Sequence[Set]) -> list[list[str]]:
+    """Name the unit of each prompt of each set, all of one length; methods have the same ones."""
+    prompts = [prompt for each in sets for prompt in each.prompts]
+    names = [""] * len(prompts)
+    for number, unit in enumerate(units(prompts)):
+        for at in unit:
+            names[at] = str(number)
+    rest = iter(names)
+    return [list(islice(rest, len(each.prompts))) for each in sets]
 
 
-def _seen_by_search(sets: Sequence[Set]) -> list[dict[str, Any]]:
-    """Count the prompts of each task and length that the search had seen, where any."""
-    counts: dict[tuple[str, int], list[int]] = {}
+def _shortages(sets: Sequence[Set]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Count the prompts of each task and length that the search had seen, and that are missing."""
+    places: dict[tuple[str, int], list[Set]] = {}
     for each in sets:
-        count = counts.setdefault((each.task, each.length), [0, 0])
-        count[0] += each.overlapping
-        count[1] += len(each.prompts)
-    return [
-        {"task": task, "length": length, "overlapping": overlapping, "samples": samples}
-        for (task, length), (overlapping, samples) in counts.items()
-        if overlapping
-    ]
+        places.setdefault((each.task, each.length), []).append(each)
+    seen: list[dict[str, Any]] = []
+    fewer: list[dict[str, Any]] = []
+    for (task, length), here in places.items():
+        prompts = sum(len(each.prompts) for each in here)
+        samples = sum(each.samples for each in here)
+        about = {"task": task, "length": length}
+        if overlapping := sum(each.overlapping for each in here):
+            seen.append({**about, "overlapping": overlapping, "samples": prompts})
+        if prompts < samples:
+            fewer.append({**about, "prompts": prompts, "samples": samples})
+    return seen, fewer
+
+
+def _digest(prompt: Prompt) -> str:
+    """Hash all of a prompt that an answer depends on."""
+    others = dict.fromkeys(("finds", "text_spans", "cell", "task"))
+    return hashlib.sha256(canonical_json({**asdict(prompt), **others})).hexdigest()[:16]
 
 
 class _Units:
@@ -249,11 +297,9 @@ class _Units:
         self._ledger = ledger
         weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
         dtype = str(loaded.model.dtype).removeprefix("torch.")
-        self._before = f"trial/{VERSION}/{weights}/{dtype}/{loaded.model.device.type}"
+        self._before = f"trial/{VERSION}/{weights}/{dtype}/{execution_device(loaded.model).type}"
 
-    def __call__(self, method: Method, prompt: Prompt) -> Unit:
-        fields = {**asdict(prompt), "finds": None, "text_spans": None, "task": None}
-        digest = hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
+    def __call__(self, method: Method, length: int, digest: str) -> Unit:
         return self._ledger.unit(
-            f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"
+            f"{self._before}/{method.name}.{method.identity}/{length}/{digest}"
         )

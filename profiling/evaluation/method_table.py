@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from profiling.evaluation.methods import Methods
     from profiling.quality.method import Method
 
+# Stands for all methods of an artifact.
+ALL_METHODS = "all"
 OMNIKV = "omnikv"
 OWN = "own"
 # The suffix of methods without a dense tail, and the dense tail of methods if the artifact has
@@ -196,16 +198,27 @@ def method_names(artifact: Artifact, other_artifacts: Iterable[str] = ()) -> tup
         *([OMNIKV] if artifact.decode else []),
         *([OWN] if artifact.kv_cache else []),
     ]
+    extra = tuple(name + end for name in other_artifacts for end in ("", NO_TAIL))
     if not any(artifact.prefill.layers):
-        return (MODEL, KERNEL, *(f"{MODEL}+{name}" for name in caches))
+        return (MODEL, KERNEL, *(f"{MODEL}+{name}" for name in caches), *extra)
     with_caches: list[str] = []
     for name in caches:
         with_caches.append(f"{MODEL}+{name}")
         if not decides_prefill(name):
             with_caches.append(f"{HEADWISE}+{name}")
     without = (name + NO_TAIL for name, spec in METHODS.items() if spec.has_tail)
-    extra = (name + end for name in other_artifacts for end in ("", NO_TAIL))
     return (*METHODS, *without, *with_caches, *extra)
+
+
+def prefill_of(name: str) -> tuple[MethodSpec, bool] | None:
+    """The way to prefill that a name has before its cache, and whether with a dense tail."""
+    prefill = name.partition("+")[0]
+    if prefill in METHODS:
+        return METHODS[prefill], True
+    kind = prefill.removesuffix(NO_TAIL)
+    if kind in METHODS:
+        return METHODS[kind], False
+    return None
 
 
 def decides_prefill(name: str) -> bool:
@@ -215,9 +228,10 @@ def decides_prefill(name: str) -> bool:
 
 def says(name: str) -> tuple[str, str]:
     """Describe a method in a line, and name its source."""
-    prefill, _, cache_name = name.partition("+")
-    spec = METHODS[prefill.removesuffix(NO_TAIL)]
-    if cache_name:
+    match = prefill_of(name)
+    assert match is not None
+    spec, tailed = match
+    if cache_name := name.partition("+")[2]:
         sections = {
             OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)",
             OWN: "the artifact's kv_cache section",
@@ -226,7 +240,7 @@ def says(name: str) -> tuple[str, str]:
         if description is None:
             description = f"cache: {CACHES[cache_name].description}"
         return f"{spec.description}; {description}", ""
-    if prefill.endswith(NO_TAIL):
+    if not tailed:
         return f"{spec.description}, without a dense tail", spec.source
     return spec.description, spec.source
 

@@ -28,14 +28,15 @@ from profiling.caches.parsing import RANDOM
 from profiling.caches.policies import drawing
 from profiling.evaluation.matching import CALIBRATION_SEED, PatternCosts, Sizes
 from profiling.evaluation.method_table import (
+    ALL_METHODS,
     CACHES,
-    METHODS,
     NO_TAIL,
     OMNIKV,
     OWN,
     TAIL,
     decides_prefill,
     method_names,
+    prefill_of,
     says,
 )
 from profiling.ledger import Ledger
@@ -99,6 +100,12 @@ class Methods:
             name: Methods(loaded, _with_tail(other, tail), its_arrays, ledger=ledger)
             for name, (other, its_arrays) in (other_artifacts or {}).items()
         }
+        # By the whole name of a method: the methods of an artifact, and the name that it has there.
+        self._others = {
+            name + end: (methods, HEADWISE + end)
+            for name, methods in self._other_methods.items()
+            for end in ("", NO_TAIL)
+        }
 
     @property
     def seen(self) -> Seen:
@@ -117,22 +124,14 @@ class Methods:
 
     def says(self, name: str) -> tuple[str, str]:
         """Describe a method in a line, and name its source."""
-        match = self._other(name)
-        if match is None:
+        if name not in self._others:
             return says(name)
-        other, own = match
+        other, own = self._others[name]
         search = other.artifact.search
         description, source = says(own)
         if search and search.preset == "paper":
             source = "MInference 1.0's own search"
         return description, source
-
-    def _other(self, name: str) -> tuple[Methods, str] | None:
-        """Return the methods of the other artifact that a name refers to, and its name there."""
-        base = name.removesuffix(NO_TAIL)
-        if base in self._other_methods:
-            return (self._other_methods[base], HEADWISE + name[len(base) :])
-        return None
 
     def make(self, name: str, length: int) -> Method:
         """The method of that name for prompts of `length` tokens.
@@ -140,8 +139,8 @@ class Methods:
         Raises:
             HeadwiseError: there is none of that name, or not for this artifact.
         """
-        if match := self._other(name):
-            other, own = match
+        if name in self._others:
+            other, own = self._others[name]
             return replace(other.make(own, length), name=name)
         if name not in (known := method_names(self.artifact, self._other_methods)):
             hint = ""
@@ -150,10 +149,11 @@ class Methods:
             raise HeadwiseError(
                 f"unknown method {shorten(name)}{hint}; known for this artifact: {', '.join(known)}"
             )
-        prefill, _, cache = name.partition("+")
-        kind = prefill.removesuffix(NO_TAIL)
-        base = METHODS[kind].build(self, length, prefill == kind)
-        if cache:
+        match = prefill_of(name)
+        assert match is not None
+        spec, tailed = match
+        base = spec.build(self, length, tailed)
+        if cache := name.partition("+")[2]:
             return self._with_cache(base, name, cache, length)
         return replace(base, name=name)
 
@@ -316,19 +316,30 @@ class Methods:
         return f"{name}/{length}/{CALIBRATION_SEED}/{self._of}"
 
 
-def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Pair]:
+def beside_of(files: Iterable[Path]) -> dict[str, Pair]:
     """Other artifacts and their arrays by the names of their files.
 
     Raises:
-        HeadwiseError: a file that cannot be read, or whose name a method has.
+        HeadwiseError: a file that cannot be read, whose name a method has or could have, or that
+            has no patterns.
     """
     artifacts: dict[str, Pair] = {}
+    rows: set[str] = set()
     for file in files:
-        if file.stem in method_names(artifact, artifacts):
+        name = file.stem
+        own = {name, name + NO_TAIL}
+        if name == ALL_METHODS or prefill_of(name) or rows & own:
+            taken = (rows & own) or {name}
             raise HeadwiseError(
-                f"{shorten(str(file))}: there is a method {file.stem} already, rename the file"
+                f"{shorten(str(file))}: there is a method {min(taken)} already, rename the file"
             )
-        artifacts[file.stem] = load_pair(file)
+        artifacts[name] = load_pair(file)
+        if not any(artifacts[name][0].prefill.layers):
+            raise HeadwiseError(
+                f"{shorten(str(file))} has no patterns, so that its row would be dense attention: "
+                "name it first, or leave it out"
+            )
+        rows |= own
     return artifacts
 
 

@@ -29,6 +29,7 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.quality.method import Method
 from profiling.speed.baselines import dense
 from runtime import load
+from runtime.devices import execution_device
 from runtime.layers import text_config
 
 _WARM = 192
@@ -52,7 +53,7 @@ def peak_of(
         HeadwiseError: that process failed.
     """
     model = loaded.model
-    if model.device.type == "cuda":
+    if execution_device(model).type == "cuda":
         with method.apply(model):
             return _growth(model, length, lambda: method.cache(model))
     with tempfile.TemporaryDirectory() as folder:
@@ -95,14 +96,14 @@ def _without_arrays(artifact: Artifact) -> Artifact:
 def _growth(model: Any, length: int, cache: Callable[[], Any]) -> int:
     """Prefill random tokens and return the growth of memory in bytes."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(
-        model.device
-    )
+    ids = torch.randint(
+        0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0), device="cpu"
+    ).to(execution_device(model))
     # Exclude the memory of modules and kernels that the first call loads or compiles.
     model(ids[:, :_WARM], past_key_values=cache(), use_cache=True, logits_to_keep=1)
-    before = high_water_mark(model.device, reset=True)
+    before = high_water_mark(execution_device(model), reset=True)
     model(ids, past_key_values=cache(), use_cache=True, logits_to_keep=1)
-    return max(0, high_water_mark(model.device, reset=False) - before)
+    return max(0, high_water_mark(execution_device(model), reset=False) - before)
 
 
 def high_water_mark(device: torch.device, *, reset: bool) -> int:

@@ -18,6 +18,7 @@ from profiling.evaluation.summary import ALL, BASELINE, curves, grid, summarize
 from profiling.evaluation.times import Times
 from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, MODEL
+from runtime.devices import execution_device
 
 
 def record_of(
@@ -31,7 +32,7 @@ def record_of(
     command: str,
 ) -> dict[str, Any]:
     """Return all measurements, with the model, artifact, settings and environment."""
-    device = str(loaded.model.device)
+    device = str(execution_device(loaded.model))
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     return {
         "command": command,
@@ -50,6 +51,7 @@ def record_of(
         "curves": [asdict(curve) for curve in curves(measured.rows)],
         "grid": [asdict(cell) for cell in grid(measured.rows)],
         "seen_by_search": measured.seen_by_search,
+        "fewer_prompts": measured.fewer_prompts,
         **timed_record(times),
     }
 

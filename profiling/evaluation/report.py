@@ -24,6 +24,7 @@ from profiling.evaluation.tables import (
     speedup_of,
 )
 from profiling.prompts.held_out import overlap_sentence
+from profiling.prompts.prompt import fewer_sentence
 from profiling.speed.baselines import HEADWISE, LABELS, Speedup, sentence, speedup
 
 PAGE = "index.html"
@@ -55,7 +56,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         blocks.append("\n".join(_lines(table)))
         if any(cell.verdict for row in table.rows.values() for cell in row.values()):
             blocks.append("+ better, - worse than dense beyond chance, ? too few prompts to tell")
-    return "\n\n".join([*blocks, *_seen(record)])
+    return "\n\n".join([*blocks, *_notes(record)])
 
 
 def page(record: Mapping[str, Any]) -> str:
@@ -82,7 +83,7 @@ def page(record: Mapping[str, Any]) -> str:
         columns={name: text for table in tables for name, text in table.columns.items()},
         seeds=range(settings["seed"], settings["seed"] + settings["seeds"]),
         searches=[f"{name} {seed}" for name, seed in record["artifact"]["seeds"].items()],
-        seen=_seen(record),
+        notes=_notes(record),
         environment=[f"{name}: {value}" for name, value in record["environment"].items()],
         marks=_MARKS,
         output=OUTPUT,
@@ -150,19 +151,33 @@ def _difference(own: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
     if MEASURES[own["measure"]].kind == "perplexity":
         form = "+.1%"
         units = "windows"
-    fields = ("difference", "difference_low", "difference_high")
-    value, low, high = (format(own[name], form) for name in fields)
+    interval = "no interval for one unit"
+    if own["difference_low"] is not None:
+        low, high = (format(own[name], form) for name in ("difference_low", "difference_high"))
+        interval = f"95% interval {low} to {high}"
     verdict = own["verdict"] or ("few" if own["few"] else "")
     return (
         f"dense {number(dense['value'])}, Headwise {number(own['value'])} "
         f"of {own['questions']} {units}, "
-        f"difference {value}, 95% interval {low} to {high}: {_VERDICTS[verdict]}"
+        f"difference {own['difference']:{form}}, {interval}: {_VERDICTS[verdict]}"
     )
 
 
-def _seen(record: Mapping[str, Any]) -> list[str]:
-    """A sentence for each task of which the search had seen prompts."""
-    return [overlap_sentence(**each) for each in record["seen_by_search"]]
+def _notes(record: Mapping[str, Any]) -> list[str]:
+    """A sentence for each task with prompts that the search had seen, or with too few."""
+    return [
+        *(overlap_sentence(**each) for each in record["seen_by_search"]),
+        *(fewer_sentence(**each) for each in record["fewer_prompts"]),
+    ]
+
+
+def _with_bounds(estimate: Mapping[str, Any]) -> dict[str, Any]:
+    """An estimate whose missing bounds are its value: a bar without width."""
+    own = dict(estimate)
+    for name in ("low", "high"):
+        if own[name] is None:
+            own[name] = own["value"]
+    return own
 
 
 def _chart(record: Mapping[str, Any], table: Table) -> dict[str, Any] | None:
@@ -173,7 +188,7 @@ def _chart(record: Mapping[str, Any], table: Table) -> dict[str, Any] | None:
         return None
     task, measure = columns[0]
     bars = [
-        figures[task, measure, name]
+        _with_bounds(figures[task, measure, name])
         for name in record["settings"]["methods"]
         if (task, measure, name) in figures
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
@@ -11,13 +11,12 @@ from artifacts.files import check_writable
 from profiling.evaluation.config import (
     DEFAULT_METHODS,
     DEPTHS,
-    GRID,
     Config,
     Evaluation,
     Speed,
 )
 from profiling.evaluation.measure import check_lengths, evaluate, open_ledger, tasks_of
-from profiling.evaluation.method_table import default_methods, method_names
+from profiling.evaluation.method_table import ALL_METHODS, default_methods, method_names
 from profiling.evaluation.methods import Methods, beside_of
 from profiling.evaluation.record import evidence_entries, record_of
 from profiling.evaluation.report import write_report
@@ -27,8 +26,10 @@ from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import DEFAULT_TASKS
 from profiling.speed.baselines import HEADWISE, LEAST, MODEL
-from runtime.fingerprint import check
+from runtime.fingerprint import check, compare
 
+# Tokens of a prompt for an artifact without a search: those of a default search.
+_UNSEARCHED_LENGTH = 8192
 _QUICK_METHODS = default_methods(tails=False)
 _QUICK_LENGTH = 2048
 _QUICK_SAMPLES = 2
@@ -54,15 +55,16 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
     one_process("headwise evaluate")
     first, *other_paths = config.configs
     artifact, arrays = load_pair(first)
-    other_artifacts = beside_of(other_paths, artifact)
-    quality = quality_of(config, artifact, tuple(other_artifacts))
-    _check(config, artifact, quality, method_names(artifact, other_artifacts))
+    other_artifacts = beside_of(other_paths)
+    others = {name: other for name, (other, _) in other_artifacts.items()}
+    quality = quality_of(config, artifact, others)
+    _check(config, [artifact, *others.values()], quality, method_names(artifact, others))
     if loaded is None:
         config = settled(config)
         loaded = load_model(
             config.model, dtype=config.dtype, device=config.device, revision=config.revision
         )
-    for each in (artifact, *(other for other, _ in other_artifacts.values())):
+    for each in (artifact, *others.values()):
         check(each.model, loaded.model)
     with open_ledger(config.out, fresh=config.fresh) as ledger:
         methods = Methods(
@@ -86,10 +88,20 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
 
 
 def _check(
-    config: Config, artifact: Artifact, quality: Evaluation, allowed: tuple[str, ...]
+    config: Config,
+    artifacts: Sequence[Artifact],
+    quality: Evaluation,
+    allowed: tuple[str, ...],
 ) -> None:
-    """Raise HeadwiseError for requests that the artifact cannot serve, before a model is loaded."""
-    check_lengths(artifact, quality.lengths)
+    """Raise HeadwiseError for requests that an artifact cannot serve, before a model is loaded."""
+    for file, artifact in zip(config.configs, artifacts, strict=True):
+        check_lengths(file, artifact, quality.lengths)
+        try:
+            compare(artifact.model, artifacts[0].model)
+        except HeadwiseError as error:
+            raise HeadwiseError(
+                f"{file} and {config.configs[0]} do not go together: {error}"
+            ) from None
     if config.attach:
         check_writable(config.configs[0])
     for name in quality.methods:
@@ -100,17 +112,18 @@ def _check(
 
 
 def quality_of(
-    config: Config, artifact: Artifact, other_artifacts: Sequence[str] = ()
+    config: Config, artifact: Artifact, other_artifacts: Mapping[str, Artifact] | None = None
 ) -> Evaluation:
     """Tasks, methods and counts of a run.
 
     Args:
         config: of the run.
         artifact: the artifact that is evaluated.
-        other_artifacts: names of the other artifacts.
+        other_artifacts: the other artifacts by name.
     """
     quick = config.quick
-    names = method_names(artifact, other_artifacts)
+    others = other_artifacts or {}
+    names = method_names(artifact, others)
     tasks: Sequence[str] = config.tasks or ()
     lengths: Sequence[int] = config.length or ()
     if quick:
@@ -124,23 +137,19 @@ def quality_of(
         default = DEFAULT_METHODS
     if config.speed_only:
         default = _SPEED_METHODS
-        lengths = lengths or [artifact.model.max_positions]
     else:
         tasks = tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS)
-        lengths = lengths or [_usual_length(config, artifact)]
-    if config.text:
-        tasks = [f"{task}:{config.text}" if task == GRID else task for task in tasks]
-        tasks = [*tasks, f"text:{config.text}"]
+    lengths = lengths or [_usual_length([artifact, *others.values()], quick=quick)]
     methods = config.methods or tuple(name for name in default if name in names)
-    if "all" in methods:
+    if ALL_METHODS in methods:
         methods = names
     usual_depths: tuple[float, ...] = DEPTHS
     if quick:
         usual_depths = _QUICK_DEPTHS
     return Evaluation(
-        tasks=tasks_of(tasks),
+        tasks=tasks_of(tasks, config.text),
         lengths=tuple(sorted(set(lengths))),
-        methods=tuple(dict.fromkeys((MODEL, *methods, *other_artifacts))),
+        methods=tuple(dict.fromkeys((MODEL, *methods, *others))),
         samples=samples,
         depths=config.depths or usual_depths,
         share=config.share,
@@ -150,12 +159,26 @@ def quality_of(
     )
 
 
-def _usual_length(config: Config, artifact: Artifact) -> int:
-    """The model's positions; fewer with --quick, but never a length that is served densely."""
-    longest = artifact.model.max_positions
-    if config.quick:
-        return min(max(_QUICK_LENGTH, artifact.prefill.dense_below), longest)
-    return longest
+def _usual_length(artifacts: Sequence[Artifact], *, quick: bool) -> int:
+    """The longest length that an artifact was searched at; fewer tokens with `quick`.
+
+    It is within the model's positions, and never a length that an artifact serves densely.
+    """
+    lengths = [each.prefill.dense_below for each in artifacts]
+    if quick:
+        lengths.append(_QUICK_LENGTH)
+    else:
+        lengths += [_searched_length(each) for each in artifacts]
+    return min(max(lengths), *(each.model.max_positions for each in artifacts))
+
+
+def _searched_length(artifact: Artifact) -> int:
+    """The length of the search's prompts; _UNSEARCHED_LENGTH if no search is recorded."""
+    if artifact.prefill.length is not None:
+        return artifact.prefill.length
+    if artifact.search is not None:
+        return artifact.search.calibration.length
+    return _UNSEARCHED_LENGTH
 
 
 def _timed(

@@ -21,6 +21,7 @@ from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
 from profiling.speed.layer_times import ANCHOR, SDPA, time_layers
 from profiling.speed.layer_times import Timed as Asked
+from runtime.devices import execution_device
 from runtime.layers import make_plans
 from runtime.memory import cache_bytes
 
@@ -57,7 +58,7 @@ class Timed:
 def prompt_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
     """A prompt to time, (1, length), the same for every method."""
     prompt = make_prompts(_TASK, loaded.tokenizer, length=length, samples=1, seed=_SEED)[0]
-    return torch.tensor([prompt.input_ids], device=loaded.model.device, dtype=torch.long)
+    return torch.tensor([prompt.input_ids], device=execution_device(loaded.model), dtype=torch.long)
 
 
 @torch.no_grad()
@@ -80,7 +81,10 @@ def prefill_times(
         model(ids, past_key_values=current[0], use_cache=True, logits_to_keep=1)
 
     seconds = interleaved(
-        {m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device)
+        {m.name: entering(m) for m in methods},
+        run,
+        repeats=repeats,
+        device=str(execution_device(model)),
     )
     return {m.name: Timed(seconds=tuple(seconds[m.name]), **_dense(seconds)) for m in methods}
 
@@ -136,7 +140,10 @@ def decode_times(
             model(token, past_key_values=current[0], use_cache=True)
 
     seconds = interleaved(
-        {m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device)
+        {m.name: entering(m) for m in methods},
+        run,
+        repeats=repeats,
+        device=str(execution_device(model)),
     )
     return {
         m.name: Timed(

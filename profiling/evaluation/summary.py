@@ -34,11 +34,13 @@ class Estimate:
     """A measure of one method on one task at one length, with a 95% interval over `count` units.
 
     A unit is a context with all its questions, a window of a text, or the same thing at every
-    depth: never a token.
+    depth: never a token. Prompts that share a text are one unit.
 
     Attributes:
+        low, high: bounds of the value's interval; None where one unit has none.
         difference, difference_low, difference_high: mean of method - dense over the same units; of
-            a perplexity, its ratio to dense's less 1. None for dense, and where dense was not run.
+            a perplexity, its ratio to dense's less 1. None for dense, and where dense was not run;
+            the bounds also where one unit has none.
         questions: asked in those units, or windows of a text.
         needed: units that tell a loss of 5 points in 80% of runs, by the spread of the difference;
             of scores alone.
@@ -55,8 +57,8 @@ class Estimate:
     method: str
     measure: str
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     count: int
     questions: int = 0
     difference: float | None = None
@@ -186,8 +188,7 @@ def _estimated(measure: str, own: Sequence[float], base: Sequence[float] | None)
         interval = _transformed(interval, math.exp)
     numbers: dict[str, Any] = {
         "value": interval.value,
-        "low": interval.low,
-        "high": interval.high,
+        **_bounds(interval, "low", "high"),
         "count": interval.count,
     }
     if base is None:
@@ -202,11 +203,18 @@ def _estimated(measure: str, own: Sequence[float], base: Sequence[float] | None)
     return {
         **numbers,
         "difference": difference.value,
-        "difference_low": difference.low,
-        "difference_high": difference.high,
+        **_bounds(difference, "difference_low", "difference_high"),
         "needed": needed,
         "p": sign_flip(pairs),
     }
+
+
+def _bounds(interval: Interval, *names: str) -> dict[str, float | None]:
+    """The bounds under these names; None where one unit has none."""
+    bounds: tuple[float | None, ...] = (interval.low, interval.high)
+    if not interval.is_known:
+        bounds = (None, None)
+    return dict(zip(names, bounds, strict=True))
 
 
 def _transformed(interval: Interval, function: Callable[[float], float]) -> Interval:

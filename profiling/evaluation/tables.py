@@ -171,11 +171,13 @@ def _attention(record: Mapping[str, Any], name: str, length: int) -> float | Non
 
 
 def _cell(estimate: Mapping[str, Any]) -> Cell:
+    bounds: dict[str, str] = {}
+    if estimate["low"] is not None:
+        bounds = {name: number(estimate[name]) for name in ("low", "high")}
     return Cell(
         text=number(estimate["value"]),
         verdict=estimate["verdict"] or ("few" if estimate["few"] else ""),
-        low=number(estimate["low"]),
-        high=number(estimate["high"]),
+        **bounds,
     )
 
 

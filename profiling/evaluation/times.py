@@ -22,6 +22,7 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.quality.method import Method
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
+from runtime.devices import execution_device
 
 # Both are timed in the same rounds as whatever is compared with them.
 _DENSE = (MODEL, KERNEL)
@@ -86,9 +87,9 @@ class _Clock:
         self._again = again
         model = methods.artifact.model
         where = [
-            *environment(loaded.model.device).values(),
+            *environment(execution_device(loaded.model)).values(),
             str(loaded.model.dtype),
-            str(loaded.model.device),
+            str(execution_device(loaded.model)),
         ]
         self._where = "/".join([(model.weights_sha256 or model.name)[:16], *where])
 

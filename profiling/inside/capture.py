@@ -23,6 +23,7 @@ from artifacts import HeadwiseError
 from profiling.inside.dense import LayerMask, blockwise_attention
 from runtime.attention.dense import fastest_dense
 from runtime.layers import attention_layers, text_config
+from runtime.training import in_evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,16 +149,13 @@ def attending_with(
     AttentionMaskInterface.register(name, mask)
     config = text_config(model)
     former = config._attn_implementation
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        # The key "" leaves nested configurations, such as a vision tower's, alone.
-        config._attn_implementation = {"": name}
-        yield
-    finally:
-        config._attn_implementation = {"": former}
-        for module in training:
-            module.training = True
+    with in_evaluation_mode(model):
+        try:
+            # The key "" leaves nested configurations, such as a vision tower's, alone.
+            config._attn_implementation = {"": name}
+            yield
+        finally:
+            config._attn_implementation = {"": former}
 
 
 def _forward(model: PreTrainedModel, input_ids: Tensor, use_cache: bool) -> Any:

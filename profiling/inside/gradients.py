@@ -42,7 +42,7 @@ _LOGITS = 1 << 24
 # Tokens by which the logits that a model computes are compared with those that are put together
 # here.
 _TRIED = 16
-_NONE = torch.zeros(0, dtype=torch.float32)
+_NONE = torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -20,6 +20,7 @@ from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, capture
 from profiling.prompts.prompt import Prompt
+from runtime.devices import execution_device
 from runtime.layers import make_plans
 
 
@@ -69,7 +70,11 @@ def fidelity(
         for name in ("error", "recall", "density"):
             getattr(measured, name)[inputs.layer] = getattr(of_layer, name)
 
-    capture(model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit)
+    capture(
+        model,
+        torch.tensor([prompt.input_ids], device=execution_device(model), dtype=torch.long),
+        visit,
+    )
     return measured
 
 

@@ -11,6 +11,7 @@ from artifacts import HeadwiseError
 from artifacts.cli import command
 from artifacts.errors import one_line
 from profiling.environment import device_name
+from runtime.devices import execution_device
 
 Config = TypeVar("Config")
 
@@ -89,7 +90,7 @@ def dtype_of(model: Any) -> str:
 
 def device_of(model: Any) -> str:
     """The device of a model as --device names it: the current GPU is cuda."""
-    device = model.device
+    device = execution_device(model)
     if device == torch.empty(0, device=device.type, dtype=torch.float32).device:
         return str(device.type)
     return str(device)

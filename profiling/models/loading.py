@@ -24,6 +24,7 @@ from profiling.inside.capture import capture
 from profiling.models.device import check_device, default_dtype, resolve_device
 from profiling.models.gguf import converted, model_name, read_config, read_tokenizer
 from profiling.models.packages import PACKAGES, package_files, package_revision
+from runtime.devices import execution_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,7 @@ def check_attention(model: Any, name: str) -> None:
 
     Two tokens reveal an error that a long prompt would reveal only after minutes.
     """
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=execution_device(model))
     try:
         capture(model, tokens, lambda inputs: None)
     except HeadwiseError as error:

@@ -11,7 +11,9 @@ from artifacts import HeadwiseError
 from profiling.models.loading import LoadedModel, check_attention, commit_of
 from runtime.attention.state import layer_of
 from runtime.autocast import autocast_on
+from runtime.devices import execution_device
 from runtime.layers import attention_layers
+from runtime.training import in_evaluation_mode
 
 
 @contextmanager
@@ -39,19 +41,14 @@ def preloaded_model(
         raise HeadwiseError(
             f"{name} has an artifact or apply_dense applied: headwise.undo(model) takes it off"
         )
-    if autocast_on(model.device):
+    if autocast_on(execution_device(model)):
         raise HeadwiseError(
             f"{name} cannot be measured under torch.autocast: leave autocast and load the model in "
             f"the dtype that it runs in, such as model.to(torch.bfloat16)"
         )
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with in_evaluation_mode(model):
         check_attention(model, name)
         yield LoadedModel(model, tokenizer, name, revision or commit_of(model))
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _own_name(model: Any) -> str:

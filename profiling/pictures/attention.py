@@ -56,11 +56,13 @@ class HeadMap:
 @picture(of="model")
 def attention(source: Source) -> Iterator[Drawing]:
     """Attention of `--head`, and with an artifact what its pattern computes of it."""
+    from runtime.devices import execution_device
+
     assert source.loaded is not None and source.prompt is not None and source.head is not None
     head_map = measure(source.loaded, source.prompt, *source.head, source.artifact)
     model = source.loaded.model
     dtype = str(model.dtype).removeprefix("torch.")
-    lines = [f"{source.loaded.name}, {dtype} on {model.device}; {source.prompt_name}"]
+    lines = [f"{source.loaded.name}, {dtype} on {execution_device(model)}; {source.prompt_name}"]
     if source.artifact is not None:
         lines.append(f"artifact: {source.artifact.content_sha256[:8]}")
     lines.append(f"drawn: {source.command}")
@@ -98,6 +100,7 @@ def measure(
     from kernels.index import TILE, num_tiles
     from profiling.inside.attention_rows import pooled_map
     from profiling.inside.capture import capture
+    from runtime.devices import execution_device
     from runtime.layers import attention_layers, text_config
 
     model = loaded.model
@@ -129,7 +132,7 @@ def measure(
             )
         )
 
-    ids = torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long)
+    ids = torch.tensor([prompt.input_ids], device=execution_device(model), dtype=torch.long)
     capture(model, ids, visit)
     return maps[0]
 

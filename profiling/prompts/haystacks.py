@@ -11,10 +11,11 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from artifacts import HeadwiseError
-from profiling.prompts.kind import Request
-from profiling.prompts.texts import disjoint_starts, read_text
+from profiling.prompts.kind import Request, Span
+from profiling.prompts.texts import cells, read_text
 from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import sentences
 
@@ -49,12 +50,45 @@ def filler(encode: Encoder) -> Haystack:
     return written(encode, lambda rng: (" " + sentence.strip() for sentence in sentences(rng)))
 
 
-def of_file(request: Request) -> Haystack:
-    """Windows of the user's text, each from the start of a sentence on.
+@dataclass(frozen=True)
+class FileText:
+    """The user's text, as a haystack for each of its cells.
 
-    They are disjoint as far as the text is long enough, and lie at random places beyond that. The
-    tokens are those of the whole text, as in windows that other tasks make of it.
+    Attributes:
+        request: of the prompts.
+        pieces: of the whole text. The tokens are those of windows that other tasks make of it.
+        bounds: where each piece begins, and the end of the last one.
+        cells: one for each prompt.
     """
+
+    request: Request
+    pieces: list[Ids]
+    bounds: list[int]
+    cells: list[Span]
+
+    def within(self, cell: Span, room: int) -> list[Ids]:
+        """Pieces of `room` tokens of a cell, up to the end of its last sentence that allows it.
+
+        Raises:
+            HeadwiseError: the text has fewer tokens.
+        """
+        first, end = cell
+        if end - first < room:
+            raise self.request.too_short(self.bounds[-1], room)
+        sentence_end = self.bounds[bisect.bisect_right(self.bounds, end) - 1]
+        if sentence_end - room >= first:
+            end = sentence_end
+        start = end - room
+        inside = range(bisect.bisect_right(self.bounds, start) - 1, len(self.pieces))
+        pieces = (
+            self.pieces[at][max(start - self.bounds[at], 0) : end - self.bounds[at]]
+            for at in itertools.takewhile(lambda at: self.bounds[at] < end, inside)
+        )
+        return [piece for piece in pieces if piece]
+
+
+def read_file(request: Request) -> FileText:
+    """Read the user's text."""
     file = request.file
     text = read_text(file)
     if not text.strip():
@@ -66,30 +100,7 @@ def of_file(request: Request) -> Haystack:
     ]
     pieces = [ids for ids in request.encode.parts(sentences_of_text) if ids]
     bounds = [0, *itertools.accumulate(map(len, pieces))]
-    size = bounds[-1]
-    # A window starts up to one sentence late, and ends up to one sentence late.
-    width = request.length + 2 * max(map(len, pieces))
-    starts = iter(disjoint_starts(request.rng(), size, width))
-
-    def window(room: int, rng: random.Random) -> list[Ids]:
-        if size < room:
-            raise request.too_short(size, room)
-        start = next(starts, None)
-        if start is None:
-            # Up to the last sentence from which on there is enough.
-            first = rng.randint(0, bisect.bisect_right(bounds, size - room) - 1)
-        else:
-            first = bisect.bisect_left(bounds, start)
-        return fill(pieces[first:], room)
-
-    return window
-
-
-def of(request: Request) -> Haystack:
-    """The user's text, or made-up sentences where there is none."""
-    if request.text:
-        return of_file(request)
-    return filler(request.encode)
+    return FileText(request, pieces, bounds, cells(request, bounds[-1]))
 
 
 def fill(source: Iterable[Ids], room: int) -> list[Ids]:

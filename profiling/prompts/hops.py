@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from profiling.prompts.kind import Find, Prompt, Request, task
+from profiling.prompts.kind import Find, Prompt, Request, Span, task
 from profiling.prompts.retrieval import Hay
 from profiling.prompts.words import names
 
@@ -37,10 +37,10 @@ def multi_hop(request: Request) -> list[Prompt]:
     by fact, at random depths. The answer has to name B and C.
     """
     hay = Hay(request)
-    return request.prompts(lambda rng: _prompt(request, hay, rng))
+    return request.prompts_in(hay.cells, lambda rng, cell: _prompt(request, hay, rng, cell))
 
 
-def _prompt(request: Request, hay: Hay, rng: random.Random) -> Prompt:
+def _prompt(request: Request, hay: Hay, rng: random.Random, cell: Span | None) -> Prompt:
     chains = _chains(1 + _EXAMPLES + _OTHERS, hay.text, rng)
     facts = [_FACT.format(who, relation, whom) for chain in chains for who, relation, whom in chain]
     (a, relation, b), (_, other, c) = chains[0]
@@ -54,7 +54,7 @@ def _prompt(request: Request, hay: Hay, rng: random.Random) -> Prompt:
     question_ids = encode(question)
     hidden = encode.each(facts)
     room = request.room(head, question_ids, *hidden)
-    text = hay.tokens(room, rng)
+    text = hay.tokens(room, rng, cell)
     depths = sorted(rng.randint(0, room) for _ in hidden)
     ids = list(request.ids(head))
     start = len(ids)
@@ -68,7 +68,7 @@ def _prompt(request: Request, hay: Hay, rng: random.Random) -> Prompt:
     finds = Find(f" {b}", spans[0]), Find(f" {c}", spans[1], lead=f". {b}'s {other} is")
     ids += text[done:]
     text_spans = request.text_spans(start, len(ids), spans.values())
-    return Prompt.to_find((*ids, *question_ids), *finds, text_spans=text_spans)
+    return Prompt.to_find((*ids, *question_ids), *finds, text_spans=text_spans, cell=cell)
 
 
 def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, str, str]]]:

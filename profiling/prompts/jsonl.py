@@ -28,13 +28,13 @@ def jsonl(request: Request) -> list[Prompt]:
     A prompt that is too long loses its start; one that is too short is skipped. All lines are read
     before any is used, so a damaged one is reported for any seed.
     """
-    lines = _lines(request)
+    lines = list(enumerate(_lines(request)))
     request.rng().shuffle(lines)
     before = len(request.ids())
     room = request.length - before
     prompts: list[Prompt] = []
     longest = 0
-    for text, answer in lines:
+    for number, (text, answer) in lines:
         ids = request.encode(text)
         longest = max(longest, len(ids) + before)
         if len(ids) >= room > 0:
@@ -45,15 +45,17 @@ def jsonl(request: Request) -> list[Prompt]:
                     answer,
                     references=references,
                     text_spans=((before, request.length),),
+                    cell=(number, number + 1),
                 )
             )
             if len(prompts) == request.samples:
-                return prompts
-    raise HeadwiseError(
-        f"{request.file.name} has {len(prompts)} prompts of at least {request.length} tokens, "
-        f"{request.samples} are needed; "
-        f"the longest of its {len(lines)} has {longest} tokens"
-    )
+                break
+    if not prompts:
+        raise HeadwiseError(
+            f"{request.file.name} has no prompt of at least {request.length} tokens; "
+            f"the longest of its {len(lines)} has {longest} tokens"
+        )
+    return prompts
 
 
 def _lines(request: Request) -> list[tuple[str, str | None]]:

@@ -65,6 +65,9 @@ class Prompt:
         text_spans: half-open ranges of the tokens that come from a text, whose windows in other
             prompts may overlap; empty where the prompt is generated. Joined, they are one window of
             the text, without the pieces hidden in it.
+        cell: which part of the text that window lies in, by its first and last token; of a file of
+            prompts, its line. No other prompt of the same task and seed has it. None where the
+            prompt is generated.
         task: the task that made the prompt, as Task.name; empty where it was made by hand.
     """
 
@@ -78,6 +81,7 @@ class Prompt:
     scored: tuple[Span, ...] = ()
     labels: tuple[str, ...] = ()
     text_spans: tuple[Span, ...] = ()
+    cell: Span | None = None
     task: str = ""
 
     def __post_init__(self) -> None:
@@ -122,6 +126,8 @@ class Prompt:
 class Request:
     """A request to a task's generator: `samples` prompts of `length` tokens each.
 
+    Of a text there are at most as many prompts as it has parts that do not overlap.
+
     Attributes:
         name: of the kind.
         encode: the tokenizer.
@@ -151,6 +157,13 @@ class Request:
     def prompts(self, make: Callable[[random.Random], Prompt]) -> list[Prompt]:
         """Make all prompts, each with a separate random generator."""
         return [make(self.rng(number)) for number in range(self.samples)]
+
+    def prompts_in(
+        self, cells: Iterable[Span | None], make: Callable[[random.Random, Span | None], Prompt]
+    ) -> list[Prompt]:
+        """Make a prompt in each cell of a text, at most as many as were asked for."""
+        numbered = zip(range(self.samples), cells, strict=False)
+        return [make(self.rng(number), cell) for number, cell in numbered]
 
     def ids(self, *parts: Ids) -> Ids:
         """Join the tokenizer's prefix and the parts."""

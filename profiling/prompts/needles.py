@@ -9,11 +9,11 @@ import itertools
 import random
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from profiling.prompts import haystacks
-from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Prompt, Request, task
+from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Prompt, Request, Span, task
 from profiling.prompts.words import words
 
 _HEAD = (
@@ -76,15 +76,23 @@ VARIANTS = {
 
 def needles(request: Request, *, depth: float | None = None) -> list[Prompt]:
     """Prompts of one of the eight; `depth` is that of the needle where there is one."""
-    if VARIANTS[request.name].haystack == "text":
-        text = haystacks.of(request)
-    else:
-        text = None
-    return request.prompts(lambda rng: _prompt(request, text, rng, depth))
+    if request.text is None:
+        return request.prompts(lambda rng: _prompt(request, rng, depth))
+    text = haystacks.read_file(request)
+
+    def make(rng: random.Random, cell: Span | None) -> Prompt:
+        assert cell is not None
+        prompt = _prompt(request, rng, depth, lambda room, _: text.within(cell, room))
+        return replace(prompt, cell=cell)
+
+    return request.prompts_in(text.cells, make)
 
 
 def _prompt(
-    request: Request, text: haystacks.Haystack | None, rng: random.Random, depth: float | None
+    request: Request,
+    rng: random.Random,
+    depth: float | None,
+    text: haystacks.Haystack | None = None,
 ) -> Prompt:
     encode = request.encode
     variant = VARIANTS[request.name]
@@ -112,6 +120,8 @@ def _prompt(
     room = request.room(head, question, *hidden)
     if variant.haystack == "noise":
         text = haystacks.noise(encode)
+    elif text is None and variant.haystack == "text":
+        text = haystacks.filler(encode)
     elif variant.haystack == "needles":
         text = haystacks.written(
             encode, lambda _: ("\n" + _needle(variant, key, next(values)) for key in keys)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +30,8 @@ __all__ = [
     "Prompt",
     "Task",
 ]
-__all__ += ["digest", "make_prompts", "parse_name", "parse_task", "per_context"]
+__all__ += ["digest", "fewer_sentence", "fewer_sentences", "make_prompts", "parse_name"]
+__all__ += ["parse_task", "per_context"]
 
 for _file in (
     "frequencies",
@@ -76,15 +78,18 @@ class Task:
     @property
     def name(self) -> str:
         """The same on every machine: it has the last part of the file's path only."""
-        parameters = ",".join(f"{name}={value}" for name, value in self.parameters)
-        if parameters:
-            suffix = f"@{parameters}"
-        else:
-            suffix = ""
-        name = self.kind + suffix
         if self.file is None:
-            return name
-        return f"{name}:{self.file.name}"
+            return str(self)
+        return str(replace(self, file=Path(self.file.name)))
+
+    def __str__(self) -> str:
+        """The text that parse_task reads."""
+        text = self.kind
+        if self.parameters:
+            text += "@" + ",".join(f"{name}={value}" for name, value in self.parameters)
+        if self.file is not None:
+            text += f":{self.file}"
+        return text
 
 
 def parse_task(text: str) -> Task:
@@ -144,6 +149,9 @@ def make_prompts(
 ) -> list[Prompt]:
     """Make `samples` prompts of exactly `length` tokens.
 
+    Prompts of a text share none of it, so that a short text has fewer: `fewer_sentences` names such
+    tasks. The first ones do not depend on `samples`.
+
     Args:
         task: as parse_task reads it.
         tokenizer: any transformers tokenizer; its tokens at the start of a sequence count among
@@ -171,9 +179,10 @@ def make_prompts(
     )
     kind = KINDS[task.kind]
     prompts = kind.make(request, **dict(task.parameters))
-    assert len(prompts) == samples
+    assert len(prompts) == samples or (0 < len(prompts) < samples and task.has_text)
     assert all(len(prompt.input_ids) == length for prompt in prompts)
     assert all(bool(prompt.text_spans) == task.has_text for prompt in prompts)
+    assert all((prompt.cell is not None) == task.has_text for prompt in prompts)
     return [replace(prompt, task=task.name, metric=kind.metric) for prompt in prompts]
 
 
@@ -185,6 +194,31 @@ def per_context(task: str | Task) -> int:
     if "questions" in names:
         return int(dict(task.parameters).get("questions", 8))
     return 1
+
+
+def fewer_sentence(task: str, length: int, prompts: int, samples: int) -> str:
+    """Say that a task's text has fewer prompts than were asked for."""
+    return (
+        f"{prompts} of {samples} prompts of {task} at {length} tokens: there is no more text that "
+        "does not overlap"
+    )
+
+
+def fewer_sentences(
+    tasks: Iterable[str | Task], prompts: Iterable[Prompt], *, length: int, samples: int
+) -> list[str]:
+    """Name the tasks whose text has fewer prompts than `samples`."""
+    counts = Counter(prompt.task for prompt in prompts)
+    names = dict.fromkeys(
+        task.name
+        for task in (parse_task(each) if isinstance(each, str) else each for each in tasks)
+        if task.has_text
+    )
+    return [
+        fewer_sentence(name, length, counts[name], samples)
+        for name in names
+        if counts[name] < samples
+    ]
 
 
 def digest(prompts: Sequence[Prompt]) -> str:

@@ -6,11 +6,13 @@ from the start of the haystack.
 
 from __future__ import annotations
 
+import itertools
 import random
 import uuid
+from collections.abc import Iterable
 
-from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Prompt, Request, task
-from profiling.prompts.texts import disjoint_starts, read_ids, read_text
+from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Prompt, Request, Span, task
+from profiling.prompts.texts import cells, read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.prompts.words import sentences
 
@@ -61,12 +63,12 @@ def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
     head = encode(_KEY_HEAD)
     question = encode(_KEY_QUESTION)
 
-    def make_prompt(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random, cell: Span | None) -> Prompt:
         key = str(rng.randrange(10**6, 10**7))
         needle = encode(_KEY_NEEDLE.format(key=key))
         room = request.room(head, needle, question)
         anywhere = rng.randint(0, room)
-        text = hay.tokens(room, rng)
+        text = hay.tokens(room, rng, cell)
         if depth is None:
             at = anywhere
         else:
@@ -78,9 +80,10 @@ def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
             request.ids(head, text[:at], needle, text[at:], question),
             Find(f" {key}", span),
             text_spans=request.text_spans(start, end, [span]),
+            cell=cell,
         )
 
-    return request.prompts(make_prompt)
+    return request.prompts_in(hay.cells, make_prompt)
 
 
 def _key_values(request: Request, rng: random.Random, first: bool) -> Prompt:
@@ -122,9 +125,11 @@ def _uuid(rng: random.Random) -> str:
 
 
 class Hay:
-    """Tokens to hide something in: windows of the user's text, or generated.
+    """Tokens to hide something in: disjoint windows of the user's text, or generated.
 
-    Windows are disjoint as far as the text is long enough, and lie at random places beyond that.
+    Attributes:
+        text: the user's; empty where it is generated.
+        cells: of the user's text, one for each prompt; None without end where it is generated.
     """
 
     def __init__(self, request: Request) -> None:
@@ -134,26 +139,25 @@ class Hay:
             HeadwiseError: it is empty, or no text.
         """
         self._request = request
+        self._ids: Ids = ()
+        self.text = ""
+        self.cells: Iterable[Span | None] = itertools.repeat(None)
         if request.text:
             self.text = read_text(request.text)
-        else:
-            self.text = ""
-        self._ids = read_ids(request.encode, request.text) if request.text else None
-        self._starts = iter(disjoint_starts(request.rng(), len(self._ids or ()), request.length))
+            self._ids = read_ids(request.encode, request.text)
+            self.cells = cells(request, len(self._ids))
 
-    def tokens(self, room: int, rng: random.Random) -> Ids:
-        """Take `room` tokens.
+    def tokens(self, room: int, rng: random.Random, cell: Span | None) -> Ids:
+        """Take `room` tokens of a cell, or generate them where it is None.
 
         Raises:
             HeadwiseError: the text has fewer.
         """
-        if self._ids is None:
+        if cell is None:
             return _generated(self._request.encode, room, rng)
-        if len(self._ids) < room:
+        start, end = cell
+        if end - start < room:
             raise self._request.too_short(len(self._ids), room)
-        start = next(self._starts, None)
-        if start is None:
-            start = rng.randint(0, len(self._ids) - room)
         return self._ids[start : start + room]
 
 

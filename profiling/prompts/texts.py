@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import random
 import sysconfig
 from itertools import chain
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.kind import Prompt, Request, task
+from profiling.prompts.kind import Prompt, Request, Span, task
 from profiling.prompts.tokens import Encoder, Ids
 
 # Folders of the standard library whose docstrings are prose, and the minimum length of a docstring
@@ -41,45 +40,42 @@ _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
     source="your file",
 )
 def windows(request: Request) -> list[Prompt]:
-    """Cut windows at random places, disjoint where the text is long enough."""
+    """Cut disjoint windows, in random order."""
     return _stretches(request, read_ids(request.encode, request.file), request.file.name)
 
 
 def _stretches(request: Request, ids: Ids, name: str) -> list[Prompt]:
     length = request.length
-    samples = request.samples
     room = length - len(request.ids())
     if room < 1:
         raise HeadwiseError(f"length {length} is too small: the tokenizer's own start fills it")
-    starts = len(ids) - room + 1
-    if starts < samples:
+    if len(ids) < room:
         raise HeadwiseError(
-            f"{name} is too short: it has {len(ids)} tokens, {samples} x {length} tokens need "
-            f"at least {room + samples - 1}"
+            f"{name} is too short: it has {len(ids)} tokens, a prompt of {length} needs {room}"
         )
-    rng = random.Random(f"{request.seed} text")
-    # A random order of disjoint windows, all shifted by the same amount; of any windows where there
-    # are too few.
-    shift = rng.randint(0, len(ids) % room)
-    apart = list(range(shift, starts, room))
-    selected = rng.sample(apart if len(apart) >= samples else range(starts), samples)
-    span = (length - room, length)
     return [
-        Prompt(request.ids(ids[start : start + room]), None, text_spans=(span,))
-        for start in selected
+        Prompt(
+            request.ids(ids[start:end]),
+            None,
+            text_spans=((length - room, length),),
+            cell=(start, end),
+        )
+        for start, end in cells(request, len(ids))[: request.samples]
     ]
 
 
-def disjoint_starts(rng: random.Random, size: int, width: int) -> list[int]:
-    """Return the starts of disjoint windows of a text, all that there are, in random order.
+def cells(request: Request, size: int) -> list[Span]:
+    """Cut a text of `size` tokens into the cells of its prompts, in random order.
 
-    Args:
-        rng: shifts all windows by the same amount, and orders them.
-        size: of the text, in tokens.
-        width: of a window, in tokens.
+    A cell holds the text of any prompt of the request's length. Only the order of the cells depends
+    on task and seed: prompts of other tasks and seeds are in the same cell or share no text. What
+    is left over is at both ends of the text. A text that is shorter than a cell is one.
     """
-    starts = range(rng.randint(0, size % width), size - width + 1, width)
-    return rng.sample(starts, len(starts))
+    width = request.room(minimum=1)
+    if size < width:
+        return [(0, size)]
+    starts = range(size % width // 2, size - width + 1, width)
+    return [(start, start + width) for start in request.rng().sample(starts, len(starts))]
 
 
 @task(

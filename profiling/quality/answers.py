@@ -16,6 +16,7 @@ from profiling.prompts.metrics import is_final, score
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Ids
 from profiling.quality.contexts import Prefilled, prefilled
+from runtime.devices import execution_device
 
 # Tokens that an answer may have beyond the right one's.
 _EXTRA = 2
@@ -109,7 +110,7 @@ def decoded(
         tokens = [[output[-1]]]
         if right:
             tokens.append([right[len(forced) - 1]])
-        ids = torch.tensor(tokens, device=model.device, dtype=torch.long)
+        ids = torch.tensor(tokens, device=execution_device(model), dtype=torch.long)
         logits = model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
     if right:
         stacked = torch.stack(forced)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Ids
+from runtime.devices import execution_device
 
 # Tokens after a prefill that are fed at a time: so few that the runtime attends densely.
 PIECE = 16
@@ -34,13 +35,13 @@ def spread_positions(length: int, count: int) -> Tensor:
     The last one is none of them: a later turn follows it, or an answer, which counts for itself.
     """
     last = length - 1
-    return torch.linspace(0, last - 1, min(count, last), dtype=torch.float32).long()
+    return torch.linspace(0, last - 1, min(count, last), dtype=torch.float32, device="cpu").long()
 
 
 @torch.no_grad()
 def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
     """Feed ids that follow the cached tokens, densely; return the logits (N, V) after each."""
-    tokens = torch.tensor([ids], device=model.device, dtype=torch.long)
+    tokens = torch.tensor([ids], device=execution_device(model), dtype=torch.long)
     rows = [
         model(chunk, past_key_values=cache, use_cache=True).logits[0]
         for chunk in tokens.split(PIECE, dim=1)
@@ -110,8 +111,8 @@ def _prefill(
     model: Any, context: Ids, logit_positions: list[int], cache: Any, chunk: int | None
 ) -> tuple[Tensor, Any]:
     """Prefill a context; return the logits (N, V) at `logit_positions`, and the cache."""
-    ids = torch.tensor([context], device=model.device, dtype=torch.long)
-    positions = torch.tensor(logit_positions, device=model.device, dtype=torch.long)
+    ids = torch.tensor([context], device=execution_device(model), dtype=torch.long)
+    positions = torch.tensor(logit_positions, device=execution_device(model), dtype=torch.long)
     if chunk is None or chunk >= len(context):
         output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=positions)
         return output.logits[0], output.past_key_values

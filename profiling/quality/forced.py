@@ -16,6 +16,7 @@ from artifacts import HeadwiseError
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import Prefilled
+from runtime.devices import execution_device
 
 # Logits turned to fp32 at once: a vocabulary is large.
 _ROWS = 128
@@ -33,7 +34,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def text_logits(model: Any, ids: Ids) -> Tensor:
     """Compute the logits (S - 1, V) before each of S tokens but the first, in one prefill."""
-    tokens = torch.tensor([ids], device=model.device, dtype=torch.long)
+    tokens = torch.tensor([ids], device=execution_device(model), dtype=torch.long)
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0, :-1]
     return logits
 

@@ -18,6 +18,7 @@ from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
 from profiling.quality.forced import negative_log_likelihood, token_losses
 from profiling.quality.sequences import kl_divergence
+from runtime.devices import execution_device
 
 # Texts that are decoded together: a step reads the weights once for all of them.
 _TOGETHER = 8
@@ -38,7 +39,7 @@ def begin(
     """Prefill texts of one length, several at a time, by the attention that is applied."""
     for start in range(0, len(texts), _TOGETHER):
         together = [text.input_ids for text in texts[start : start + _TOGETHER]]
-        ids = torch.tensor(together, device=model.device, dtype=torch.long)
+        ids = torch.tensor(together, device=execution_device(model), dtype=torch.long)
         filled = cache()
         output = model(ids[:, :-forced], past_key_values=filled, use_cache=True, logits_to_keep=1)
         yield Begun(ids, filled, output.logits[:, -1])

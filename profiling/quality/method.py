@@ -17,6 +17,7 @@ from profiling.inside.dense_decode import dense_decode
 from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import LoadedArtifact
+from runtime.caches.make import check_takes_cache
 from runtime.layers import text_config
 
 
@@ -77,6 +78,7 @@ class Method:
         from transformers import DynamicCache
 
         if self.headwise is None:
+            check_takes_cache(model)
             return DynamicCache(config=text_config(model))
         new_cache = self.headwise.new_cache(model, offload=self.offload)
         if self.changed is not None:

@@ -25,10 +25,12 @@ from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, Visit, attending
+from profiling.prompts.held_out import units
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import by_context, spread_positions
 from profiling.quality.forced import answer_ids, asks, token_losses
+from runtime.devices import execution_device
 
 # Positions of a sequence that are compared; their dense log-probabilities are held in fp16.
 _MOST = 256
@@ -54,6 +56,7 @@ class TokenSequence:
         answers: half-open ranges of ids that are right answers.
         labels: the kind of each, where there are several.
         task: as profiling.prompts.prompt.Task.name has it.
+        unit: the same for sequences that are not independent; empty: of its own.
     """
 
     task: str
@@ -61,6 +64,7 @@ class TokenSequence:
     context: int
     answers: tuple[tuple[int, int], ...]
     labels: tuple[str, ...] = ()
+    unit: str = ""
 
     @property
     def is_text(self) -> bool:
@@ -75,8 +79,12 @@ class TokenSequence:
     @property
     def digest(self) -> str:
         """sha256 of the ids and answers, in hexadecimal."""
-        content = [list(self.ids), self.context, [list(span) for span in self.answers]]
-        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+        return _digest([list(self.ids), self.context, [list(span) for span in self.answers]])
+
+
+def _digest(content: Any) -> str:
+    """sha256 of plain data as JSON, in hexadecimal."""
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
 
 def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
@@ -86,6 +94,8 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
     """
     after = Encoder(tokenizer)("\n")[:2]
     joined = []
+    # By content: sequences that are made later may be compared with these.
+    unit_of = {at: _digest(prompts[unit[0]].context) for unit in units(prompts) for at in unit}
     for numbers in by_context(prompts):
         first = prompts[numbers[0]]
         ids = list(first.context)
@@ -107,6 +117,7 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
                 context=len(first.context),
                 answers=tuple(spans),
                 labels=tuple(labels),
+                unit=unit_of[numbers[0]],
             )
         )
     return joined
@@ -179,7 +190,9 @@ class Reference:
 
     def positions(self, number: int) -> Tensor:
         """Choose the (P,) positions of a sequence that are compared, spread over its context."""
-        return spread_positions(self.sequences[number].context, self._most).to(self._model.device)
+        return spread_positions(self.sequences[number].context, self._most).to(
+            execution_device(self._model)
+        )
 
     def know(self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor) -> None:
         """Take dense attention's predictions from a pass that was made anyway.
@@ -229,14 +242,17 @@ class Reference:
     def _before_scored(self, number: int) -> Tensor:
         """The positions before the tokens of a sequence's answers, or before those of a text."""
         sequence = self.sequences[number]
+        device = execution_device(self._model)
         if sequence.is_text:
-            return spread_positions(sequence.context, _TEXT).to(self._model.device)
+            return spread_positions(sequence.context, _TEXT).to(device)
         positions = [at for start, stop in sequence.answers for at in range(start - 1, stop - 1)]
-        return torch.tensor(positions, dtype=torch.long, device=self._model.device)
+        return torch.tensor(positions, dtype=torch.long, device=device)
 
     @torch.inference_mode()
     def _predicted(self, number: int, applied: AbstractContextManager[object]) -> _Predicted:
-        ids = torch.tensor(self.sequences[number].ids, device=self._model.device, dtype=torch.long)
+        ids = torch.tensor(
+            self.sequences[number].ids, device=execution_device(self._model), dtype=torch.long
+        )
         spread = self.positions(number)
         before = self._before_scored(number)
         positions = torch.cat([spread, before])

@@ -29,6 +29,7 @@ from profiling.quality.forced import (
 from profiling.quality.forced_decode import begin, forced_losses
 from profiling.quality.method import Method
 from profiling.quality.sequences import log_probabilities
+from runtime.devices import execution_device
 
 # Tokens of a text whose loss is kept as one number.
 BLOCK = 256
@@ -76,8 +77,8 @@ def trials(
 @torch.no_grad()
 def context_log_probs(model: Any, context: Ids) -> Tensor:
     """Compute a trial's log-probabilities (P, V) alone, in one prefill of the context."""
-    positions = spread_positions(len(context), POSITIONS).to(model.device)
-    ids = torch.tensor([context], device=model.device, dtype=torch.long)
+    positions = spread_positions(len(context), POSITIONS).to(execution_device(model))
+    ids = torch.tensor([context], device=execution_device(model), dtype=torch.long)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits[0]
     return log_probabilities(logits)
 

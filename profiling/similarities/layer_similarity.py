@@ -19,13 +19,22 @@ from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
 from profiling.models.device import device_of, dtype_of
 from profiling.models.loading import LoadedModel
-from profiling.progress import Phase, phase
-from profiling.prompts.prompt import Find, Prompt, Task, digest, make_prompts, parse_task
+from profiling.progress import Phase, announce, phase
+from profiling.prompts.prompt import (
+    Find,
+    Prompt,
+    Task,
+    digest,
+    fewer_sentences,
+    make_prompts,
+    parse_task,
+)
 from profiling.prompts.tokens import Encoder
 from profiling.similarities.accumulator import FROZEN, Accumulator, worst_of
 from profiling.similarities.config import DEFAULT_LENGTH, DEFAULT_TOP_K, TAIL, SimilarityConfig
 from profiling.similarities.mass import ability, agreement
 from profiling.similarities.similarity_profile import FORMAT, Profile
+from runtime.devices import execution_device
 from runtime.fingerprint import fingerprint
 
 # The default top-k of a short prompt is its length divided by this.
@@ -53,6 +62,11 @@ def measure(
     tasks = [parse_task(task) for task in config.tasks]
     if prompts is None:
         prompts = prompts_of(config, loaded.tokenizer)
+        for task in tasks:
+            own = prompts[task.name]
+            length = prompt_length(config, task)
+            for line in fewer_sentences([task], own, length=length, samples=config.samples):
+                announce(line)
     arrays: dict[str, np.ndarray] = {}
     total = sum(map(len, prompts.values())) * config.steps
     with phase("decoding", total, "steps") as shown:
@@ -86,7 +100,7 @@ def measure(
             "device": device_of(loaded.model),
             "command": config.command,
         },
-        "versions": environment(loaded.model.device),
+        "versions": environment(execution_device(loaded.model)),
     }
     return Profile(arrays=arrays, about=about)
 
@@ -192,7 +206,7 @@ def _decode(
         shown.update(step >= 0)
 
     ids = torch.tensor(
-        [prompt.input_ids[: config.length]], device=loaded.model.device, dtype=torch.long
+        [prompt.input_ids[: config.length]], device=execution_device(loaded.model), dtype=torch.long
     )
     forced = () if config.greedy else continuation(config, loaded.tokenizer, prompt)
     with stream:

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.head_fidelity import dense_of_layer
+from profiling.inside.head_fidelity import attend, dense_of_layer
 from profiling.models.loading import LoadedModel
 from profiling.speed.latency import in_turn
+from runtime.devices import execution_device
 
 T = TypeVar("T")
 ANCHOR = "dense by our kernel"
@@ -123,7 +123,7 @@ def time_layers(
     with all_threads():
         capture(
             loaded.model,
-            torch.tensor([list(ids)], device=loaded.model.device, dtype=torch.long),
+            torch.tensor([list(ids)], device=execution_device(loaded.model), dtype=torch.long),
             visit,
         )
     return [Timings(seconds=clock.seconds, layers=tuple(clock.layers)) for clock in clocks]
@@ -165,7 +165,7 @@ class _Clock:
             for name, plans in self._request.plans.items()
         }
         runs[ANCHOR] = lambda: dense_of_layer(prompt, backend=self._backend)[0]
-        if inputs.softcap is None:
+        if inputs.softcap is None and inputs.sinks is None:
             runs[SDPA] = _by_sdpa(prompt)
         runs = {name: run for name, run in runs.items() if layer in self._timed.get(name, ())}
         rounds = in_turn(
@@ -207,22 +207,15 @@ def spread(values: Sequence[T], count: int | None) -> list[T]:
 
 def _by_plan(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], Tensor]:
     """A layer's attention by its patterns, index build included, ready to be timed."""
-    q = inputs.q
-    k = inputs.k
-    v = inputs.v
 
     def run() -> Tensor:
-        index = plan.build(q, k, scale=inputs.scale)
-        out: Tensor = sparse_attention(
-            q, k, v, index, scale=inputs.scale, softcap=inputs.softcap, backend=backend
-        )
-        return out
+        return attend(inputs, plan.build(inputs.q, inputs.k, scale=inputs.scale), backend)[0]
 
     return run
 
 
 def _by_sdpa(inputs: LayerInputs) -> Callable[[], Tensor]:
-    """A layer's dense attention by torch, ready to be timed; without its soft-cap."""
+    """A layer's dense attention by torch, ready to be timed; it has neither soft-cap nor sinks."""
 
     def run() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(

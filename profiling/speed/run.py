@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from artifacts import HeadwiseError
 from kernels import registry
 from kernels.call import Operands
 from profiling.environment import environment
@@ -43,7 +44,7 @@ def cells(size: Size, speed: Speed) -> list[str]:
 
 def run(config: Bench, *, show: bool) -> dict[str, Any]:
     """Measure every size and return the record; `show` prints a line as soon as it is measured."""
-    where = environment(config.device)
+    where = environment(config.device) | {"backend": _backend(config.sizes[0])}
     widths = [max(len(name), 7) for name in HEADER]
     widths[HEADER.index("pattern")] = 14
 
@@ -70,14 +71,21 @@ def run(config: Bench, *, show: bool) -> dict[str, Any]:
     return {
         "command": config.command,
         "settings": config.settings(),
-        "environment": {**where, "backend": _backend(config.sizes[0])},
+        "environment": where,
         "lines": [asdict(size) | asdict(speed) for size, speed in lines],
     }
 
 
 def _backend(size: Size) -> str:
-    """Return the kernel backend that serves tensors of that size."""
+    """Return the kernel backend that serves tensors of that size.
+
+    Raises:
+        HeadwiseError: none does.
+    """
     probe = torch.empty(
         1, 1, 1, size.head_dim, dtype=getattr(torch, size.dtype), device=size.device
     )
-    return registry.fast("attention", Operands(probe, probe, probe))[0] or "reference"
+    name, reason = registry.fast("attention", Operands(probe, probe, probe))
+    if reason is not None:
+        raise HeadwiseError(f"nothing to time on {size.device} in {size.dtype}: {reason}")
+    return name

@@ -19,6 +19,7 @@ from profiling.prompts.texts import read_ids
 from profiling.prompts.tokens import Encoder
 from profiling.quality.forced import token_losses
 from profiling.quality.method import Method
+from runtime.devices import execution_device
 from runtime.memory import cache_bytes
 
 Block = tuple[int, int]
@@ -94,7 +95,7 @@ def cached_blocks(
 ) -> Generator[BlockStats, None, None]:
     """Feed the blocks, which begin at token 0, through one cache, `chunk` tokens at a time."""
     model = loaded.model
-    stream_ids = torch.tensor([stream.ids], device=model.device, dtype=torch.long)
+    stream_ids = torch.tensor([stream.ids], device=execution_device(model), dtype=torch.long)
     cache = method.cache(model)
     with method.apply(model):
         for begin, end in blocks:
@@ -123,7 +124,7 @@ def recomputed_blocks(
 ) -> Generator[BlockStats, None, None]:
     """Predict the probes of each block, each by a forward over the `window` tokens before it."""
     model = loaded.model
-    stream_ids = torch.tensor([stream.ids], device=model.device, dtype=torch.long)
+    stream_ids = torch.tensor([stream.ids], device=execution_device(model), dtype=torch.long)
     for begin, end in blocks:
         stats = BlockStats()
         for probe in stream.probes:

@@ -14,6 +14,7 @@ from artifacts import HeadwiseError
 from kernels import registry
 from kernels.call import AttentionCall
 from kernels.patterns import LayerPlan
+from kernels.registry import NoKernelError
 from runtime.attention.context import is_long, kernel_for
 from runtime.attention.state import Call, attempt
 from runtime.autocast import without_autocast
@@ -30,8 +31,20 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
     """
     why = _why_not(call, cache)
     if why is not None:
-        raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {why}")
+        raise _refusal(why)
     call.layer.count("kept")
+    try:
+        return _attend_parts(call, cache)
+    except NoKernelError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(why: object) -> HeadwiseError:
+    return HeadwiseError(f"a cache that drops tokens cannot serve this call: {why}")
+
+
+def _attend_parts(call: Call, cache: Any) -> Tensor:
+    """(B, Q, H, E) of a call, part by part."""
     if call.scale is None:
         scale = call.query.shape[-1] ** -0.5
     else:
@@ -50,6 +63,7 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
             if out is None:
                 out = _zeros(call, own.dtype)
             part.write(out, own)
+    cache.finish()
     if out is None:
         out = _zeros(call, call.query.dtype)
     # Some models view the result in another shape, as sdpa's is contiguous.

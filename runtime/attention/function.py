@@ -17,14 +17,13 @@ from runtime.attention.context import MIN_QUERIES, Sequence, is_long, kernel_for
 from runtime.attention.dense import default_attention, faster
 from runtime.attention.evicting import attend_evicting
 from runtime.attention.mask import context_of, headwise_mask, starts_of
-from runtime.attention.state import UNAPPLIED_LAYER, Call, attempt, layer_of
+from runtime.attention.state import ATTENTION_NAME, UNAPPLIED_LAYER, Call, attempt, layer_of
 from runtime.autocast import in_one_dtype
 from runtime.lazy import LazyTensor, NewTokens
 from runtime.omnikv.bank import fetched
 from runtime.omnikv.decode import LayerCall
-from runtime.omnikv.session import take
+from runtime.omnikv.session import CACHE, filter_cache_of
 
-ATTENTION_NAME = "headwise"
 SLIDES = "the layer slides, and the artifact has patterns for it"
 NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
 NOT_CAUSAL = (
@@ -58,6 +57,7 @@ def headwise_attention(
     """
     layer = layer_of(module)
     state = layer or UNAPPLIED_LAYER
+    cache = more.pop(CACHE, None)
     if layer is not None:
         query, key, value = _in_one_dtype(query, key, value)
     arguments = (module, state, query, key, value, attention_mask, dropout, scaling, more)
@@ -70,7 +70,7 @@ def headwise_attention(
             return default_attention(call)
         tensors = query, key, value, attention_mask
         result: tuple[Tensor, Tensor | None] = between_graphs(
-            headwise_attention, module, *tensors, dropout, scaling, **more
+            headwise_attention, module, *tensors, dropout, scaling, **more | {CACHE: cache}
         )
         return result
     call = Call(*arguments, context_of(attention_mask))
@@ -86,7 +86,7 @@ def headwise_attention(
     # A layer of the decode section: tokens selected by a filter layer.
     failure = None
     if layer.role is not None:
-        out = attempt(call, attend_selected)
+        out = attempt(call, attend_selected, cache)
         if isinstance(out, Tensor):
             return out.transpose(1, 2), None
         failure = out
@@ -271,32 +271,49 @@ def dense_reason(call: Call) -> str | None:
     return None if long else "short"
 
 
-def attend_selected(call: Call) -> Tensor | None:
-    """(B, H, Q, E) over selected tokens, of all or of a chunk's past; None if there are none."""
+def attend_selected(call: Call, cache: Any) -> Tensor | None:
+    """(B, H, Q, E) over selected tokens, of all or of a chunk's past; None if there are none.
+
+    Args:
+        call: the call.
+        cache: the cache of the forward, None without one: then every token is attended to.
+    """
     layer = call.layer
     decode = layer.settings.decode
     role = layer.role
     assert decode is not None and role is not None
     q_len = call.q_shape[2]
     k_len = call.k_shape[2]
-    cache = None
+    if cache is None:
+        return None
+    own = None
     if role.is_filter:
-        cache = take(layer.number, call.k_shape[0], k_len)
+        decode.forget(cache, layer.number)
+        own = filter_cache_of(cache, layer.number, call.k_shape[0], k_len)
     contiguous, starts = starts_of(call.mask)
     if not contiguous or call.sinks is not None or call.window is not None:
         return None
     if call.unsupported_reason is not None:
         return None
-    own = LayerCall(
-        layer.number, role, call.query, call.key, call.value, starts, call.scale, call.softcap
+    mine = LayerCall(
+        layer.number,
+        role,
+        call.query,
+        call.key,
+        call.value,
+        starts,
+        call.scale,
+        call.softcap,
+        cache,
+        own,
     )
     if q_len <= MAX_QUERIES and k_len > decode.count(k_len):
-        out = decode.attend(own, cache)
+        out = decode.attend(mine)
         if out is not None:
             layer.count("chosen")
         return out
-    if cache is not None and q_len > 1:
-        decode.after_prefill(own, cache)
+    if own is not None and q_len > 1:
+        decode.after_prefill(mine, own)
     context = call.context
     if context is None or context.ranges is None:
         return None
@@ -306,7 +323,7 @@ def attend_selected(call: Call) -> Tensor | None:
     if reason is not None:
         return None
     firsts = [start for start, _ in context.ranges]
-    out = decode.attend_chunk(own, firsts, backend=kernel)
+    out = decode.attend_chunk(mine, firsts, backend=kernel)
     if out is not None:
         layer.count("sparse")
     return out

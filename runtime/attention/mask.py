@@ -25,7 +25,6 @@ from kernels.copies import on_device
 from runtime.attention.context import MIN_QUERIES, Context, Rows
 from runtime.attention.state import Settings, settings_of
 from runtime.lazy import LazyTensor
-from runtime.omnikv.session import clear
 
 
 class PrefillMask(LazyTensor):
@@ -176,8 +175,6 @@ def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -
         settings = settings_of(more.get("config"))
     if settings is None:
         return _plain(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], arguments)
-    if settings.decode is not None:
-        clear()
     window = more.get("local_size")
     if not is_causal(arguments["mask_function"], window):
         return _plain(ALL_MASK_ATTENTION_FUNCTIONS[settings.model_attention], arguments)

@@ -18,20 +18,27 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from artifacts import Evidence, HeadwiseError
 from artifacts.errors import one_line, shorten
 from kernels.patterns import LayerPlan
-from kernels.registry import CannotBuildError
+from kernels.registry import CannotBuildError, NoKernelError
 from runtime.attention.context import Context, Sequence
 from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
+from runtime.omnikv.session import pass_cache
+from runtime.training import GRADIENTS, TRAINING, differentiated
 
+# In a model's configuration.
+ATTENTION_NAME = "headwise"
 # With fewer keys attention is a small part of a prefill, and the model's own serves.
 MIN_KEYS_DENSE = 1024
 # Messages of torch's allocators that raise a plain RuntimeError.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+# Category, and first words of the message, of kernels.registry.NoKernelError.
+_NO_KERNEL = "no fast kernel"
 _Served = TypeVar("_Served")
 _log = logging.getLogger("headwise")
 
@@ -126,18 +133,34 @@ class Layer:
     Attributes:
         plan: its prefill, None for a layer left alone.
         role: its decode, None for a layer left alone.
+        hooks: hooks on the module, which end with the application.
+        around: the modules that the module is part of, the model first.
     """
 
     settings: Settings
     number: int
     plan: LayerPlan | None
     role: Role | None = None
+    around: tuple[weakref.ref[nn.Module], ...] = ()
+    hooks: list[RemovableHandle] = field(default_factory=list, init=False)
 
     @cached_property
     def planned_heads(self) -> tuple[int, int]:
         """Query and KV heads that the plan is for."""
         assert self.plan is not None
         return len(self.plan.patterns), self.plan.num_kv_heads
+
+    @property
+    def in_training(self) -> bool:
+        """True if a module that the module is part of is in training mode.
+
+        The layer that is checkpointed is around the attention, which may have been left in
+        evaluation mode.
+        """
+        for reference in self.around:
+            if (module := reference()) is not None and module.training:
+                return True
+        return False
 
     def count(self, name: str) -> None:
         """Count a call as "sparse", "chosen", "kept", or by the reason why it was dense."""
@@ -238,12 +261,12 @@ class Call:
             return "attention is not causal"
         if self.wants_weights:
             return "attention weights were asked for"
+        if self.module.training or self.layer.in_training:
+            return TRAINING
         if self.dropout:
-            return "attention dropout is on (the model is in training mode)"
-        if torch.is_grad_enabled():
-            inputs = (query, key, value, self.sinks)
-            if any(x is not None and x.requires_grad for x in inputs):
-                return "gradients are required (use torch.no_grad or inference_mode)"
+            return "attention dropout is on"
+        if differentiated(query, key, value, self.sinks):
+            return GRADIENTS
         if self.more.get("position_bias") is not None:
             return "the layer uses a position bias"
         return None
@@ -279,6 +302,8 @@ def error_category(error: Exception) -> str | None:
     if isinstance(error.__cause__, CannotBuildError):
         # Of a kernel that was selected by its name.
         error = error.__cause__
+    if isinstance(error, NoKernelError):
+        return _NO_KERNEL
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
@@ -290,8 +315,8 @@ def error_category(error: Exception) -> str | None:
 
 
 def message(error: Exception) -> str:
-    """First line of an error's message."""
-    lines = str(error).strip().splitlines()
+    """First line of an error's message, without its category."""
+    lines = str(error).removeprefix(f"{_NO_KERNEL}: ").strip().splitlines()
     if not lines:
         return "no message"
     return shorten(one_line(lines[0]), 200)[1:-1]
@@ -355,13 +380,19 @@ def remember(
     _configs[key] = _Applied(reference, settings, before)
     for module, layer in modules.items():
         setattr(module, _ATTRIBUTE, layer)
+        if layer.role is not None:
+            layer.hooks.append(pass_cache(module, ATTENTION_NAME))
 
 
 def forget(settings: Settings, modules: Iterable[nn.Module]) -> None:
     """Drop what remember() kept, and restore the attention of the configurations."""
     for module in modules:
-        if (layer := layer_of(module)) is not None and layer.settings is settings:
+        # A wrapper passes on the attributes of the module inside.
+        layer = vars(module).get(_ATTRIBUTE)
+        if layer is not None and layer.settings is settings:
             delattr(module, _ATTRIBUTE)
+            for hook in layer.hooks:
+                hook.remove()
     for key, applied in list(_configs.items()):
         if applied.settings is settings:
             _configs.pop(key, None)

@@ -20,6 +20,7 @@ from runtime.autocast import in_one_dtype
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step
 from runtime.lazy import MisfitError, NewTokens
+from runtime.training import GRADIENTS, differentiated
 
 Spans = Sequence[tuple[int, int]]
 
@@ -111,6 +112,35 @@ class PolicyLayer(CacheLayerMixin):
         self.record_past = False
         self._start()
 
+    def _no_tensor(self, assigned: Tensor | None = None) -> None:
+        """Raise HeadwiseError for assigned keys or values, and for any access once there are some.
+
+        The policies hold them, each those of its KV heads: an edit of one tensor would be lost.
+        """
+        if assigned is not None or vars(self).get("is_initialized", False):
+            raise HeadwiseError(
+                "this cache layer drops tokens by a policy, and has no layer.keys and layer.values "
+                "to read or replace: use a DynamicCache, or an artifact without a kv_cache section"
+            )
+
+    @property
+    def keys(self) -> None:
+        """None before the first token, then HeadwiseError."""
+        self._no_tensor()
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._no_tensor(keys)
+
+    @property
+    def values(self) -> None:
+        """None before the first token, then HeadwiseError."""
+        self._no_tensor()
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._no_tensor(values)
+
     def _start(self) -> None:
         self._slots = 0
         self._new: tuple[Tensor, Tensor] | None = None
@@ -160,6 +190,9 @@ class PolicyLayer(CacheLayerMixin):
             raise HeadwiseError(
                 "this cache holds tokens that no attention saw: a forward before was interrupted"
             )
+        # Attention sees the queries alone, and lazy tensors for these.
+        if differentiated(key_states, value_states):
+            raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {GRADIENTS}")
         key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -172,6 +205,8 @@ class PolicyLayer(CacheLayerMixin):
     def take(self, q: Tensor, spans: Spans | None, **options: Any) -> Iterable[Part]:
         """Take the tokens of the last update: their parts, each to be served before the next.
 
+        Then comes finish(): a call that was interrupted leaves a cache that takes no more tokens.
+
         Args:
             q: (B, H, Q, D).
             spans: the new slots of each sequence that hold tokens; None for all.
@@ -183,7 +218,6 @@ class PolicyLayer(CacheLayerMixin):
                 "only"
             )
         k, v = self._new
-        self._new = None
         # The cache keeps the dtype of the first tokens, also if autocast was turned on or off.
         call = Step(q=q.to(self.dtype), k=k.to(self.dtype), v=v.to(self.dtype), **options)
         if spans is None:
@@ -195,6 +229,10 @@ class PolicyLayer(CacheLayerMixin):
             )
             self._draft = _Draft(call, spans, before, [list(runs) for runs in self._runs])
         return self._take(call, spans)
+
+    def finish(self) -> None:
+        """End a call: all parts were served."""
+        self._new = None
 
     def _take(self, call: Step, spans: Spans) -> Iterable[Part]:
         """Parts of a call, whose tokens are in the last slots."""
@@ -383,7 +421,7 @@ class PolicyLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See DynamicLayer.batch_repeat_interleave."""
         rows = sum(len(batch.rows) for batch in self._batches)
-        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences, each as often as it is named."""
@@ -392,7 +430,12 @@ class PolicyLayer(CacheLayerMixin):
             row: (batch, place) for batch in self._batches for place, row in enumerate(batch.rows)
         }
         wanted: dict[int, tuple[_SubBatch, list[int], list[int]]] = {}
-        for new, row in enumerate(indices.tolist()):
+        # Also negative ones, and a mask, as a tensor takes them.
+        if isinstance(indices, Tensor):
+            indices = indices.cpu()
+        selected = torch.arange(len(self._runs), device="cpu")[indices]
+        rows_of_new = selected.tolist()
+        for new, row in enumerate(rows_of_new):
             batch, place = places[row]
             _, taken, rows = wanted.setdefault(id(batch), (batch, [], []))
             taken.append(place)
@@ -400,7 +443,7 @@ class PolicyLayer(CacheLayerMixin):
         self._batches = tuple(
             replace(batch.select(taken), rows=tuple(rows)) for batch, taken, rows in wanted.values()
         )
-        self._runs = [list(self._runs[row]) for row in indices.tolist()]
+        self._runs = [list(self._runs[row]) for row in rows_of_new]
 
 
 def _joined(batches: Sequence[_SubBatch]) -> tuple[_SubBatch, ...]:

@@ -5,8 +5,9 @@ transformers is imported where it is used.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,7 @@ from runtime.caches.policy import Full, Policy
 from runtime.caches.rehearsal import rehearsed
 from runtime.caches.snapkv import SnapKV
 from runtime.caches.window import Window
+from runtime.devices import execution_device
 from runtime.layers import (
     attention_layers,
     caches_latents,
@@ -52,13 +54,15 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     Layers that neither section names grow, or slide as those of transformers do.
 
     Raises:
-        HeadwiseError: `offload` is unknown, or a section does not fit the model.
+        HeadwiseError: `offload` is unknown, the model takes no cache of transformers, or a section
+            does not fit the model.
     """
     from transformers import DynamicCache
 
     if offload not in OFFLOADS:
         raise HeadwiseError(f"offload must be one of {', '.join(OFFLOADS)}, got {offload!r}")
     modules = attention_layers(model)
+    check_takes_cache(model)
     decode = None
     section = None
     if artifact is not None:
@@ -67,9 +71,9 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
         section = artifact.kv_cache
     cache = DynamicCache(config=text_config(model))
     if decode is None:
-        layers = _growing_layers(_plain_layers(cache, modules))
+        layers = _growing_layers(_plain_layers(cache, model, modules))
     else:
-        plain = _plain_layers(cache, modules)
+        plain = _plain_layers(cache, model, modules)
         _check_filter_layers(decode.omnikv, plain, modules)
         # A bank is for keys, not for latents.
         keyed = {number for number in plain if not caches_latents(modules[number])}
@@ -81,16 +85,45 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     return cache
 
 
-def _plain_layers(cache: Cache, modules: dict[int, nn.Module]) -> dict[int, torch.device]:
+def check_takes_cache(model: Any) -> None:
+    """Raise HeadwiseError for a model that takes no cache of transformers' own classes."""
+    from transformers import Cache, PreTrainedModel
+
+    config = text_config(model)
+    parts = [model, model.base_model]
+    parts += [each for each in model.modules() if getattr(each, "config", None) is config]
+    forwards = [
+        inspect.unwrap(type(part).forward)
+        for part in dict.fromkeys(parts)
+        if isinstance(part, PreTrainedModel)
+    ]
+    why = None
+    if not any("past_key_values" in inspect.signature(each).parameters for each in forwards):
+        why = "its forward takes no past_key_values"
+    for forward in forwards:
+        for name in forward.__code__.co_names:
+            cls = forward.__globals__.get(name)
+            if not isinstance(cls, type) or not issubclass(cls, Cache):
+                continue
+            if cls.__module__ != Cache.__module__:
+                why = f"it takes a cache class of its own ({cls.__name__})"
+    if why is not None:
+        raise HeadwiseError(
+            f"there is no cache for {type(model).__name__}: {why}; leave past_key_values out, and "
+            "the model makes its own"
+        )
+
+
+def _plain_layers(
+    cache: Cache, model: nn.Module, modules: dict[int, nn.Module]
+) -> dict[int, torch.device]:
     """Devices of the layers with a plain growing cache, which ours can replace."""
     from transformers.cache_utils import DynamicLayer
 
     plain = {}
     for number in full_layers(modules):
         if number < len(cache.layers) and type(cache.layers[number]) is DynamicLayer:
-            module = modules[number]
-            parameter = next(module.parameters(), None)
-            plain[number] = torch.device("cpu") if parameter is None else parameter.device
+            plain[number] = execution_device(model, modules[number])
     return plain
 
 
@@ -138,7 +171,7 @@ def _omnikv_layers(
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:
         if roles[number].is_filter:
-            layers[number] = FilterLayer(number, section.window, served.get(number, ()))
+            layers[number] = FilterLayer(section.window, served.get(number, ()))
     return layers
 
 

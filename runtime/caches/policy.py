@@ -139,7 +139,7 @@ class Policy(ABC):
         selected = copy.copy(self)
         for name in ("seen", "kept", "settled"):
             setattr(selected, name, tuple(getattr(self, name)[row] for row in rows))
-        index = torch.tensor(list(rows), dtype=torch.long)
+        index = torch.tensor(list(rows), dtype=torch.long, device="cpu")
         for name, tensor in self.tensors().items():
             setattr(selected, name, tensor.index_select(0, index.to(tensor.device)))
         return selected

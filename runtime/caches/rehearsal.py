@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from runtime.caches.policy import Full
+from runtime.devices import execution_device
 from runtime.layers import attention_layers, layer_kinds, text_config
 from runtime.lazy import MisfitError, UnreadableError
+from runtime.training import in_evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -120,9 +122,8 @@ def _failed(model: PreTrainedModel, error: Exception) -> Rehearsal:
     )
 
 
-@torch.no_grad()
 def _forward(model: PreTrainedModel, cache: Cache | None) -> None:
-    device = model.get_input_embeddings().weight.device
+    device = execution_device(model)
     if device.type == "meta":
         raise RuntimeError("the model is on the meta device")
     ids = torch.arange(1, _TOKENS + 1, device=device).repeat(2)[:, None]
@@ -133,4 +134,5 @@ def _forward(model: PreTrainedModel, cache: Cache | None) -> None:
         more["position_ids"] = positions[:, None]
     if cache is not None:
         more["past_key_values"] = cache
-    model.base_model(input_ids=ids, use_cache=cache is not None, **more)
+    with torch.no_grad(), in_evaluation_mode(model):
+        model.base_model(input_ids=ids, use_cache=cache is not None, **more)

@@ -8,6 +8,8 @@ value dim.
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,8 @@ from kernels.decode import decode_attention
 from runtime.caches.pages import Pages, PromptPages, left_of_prompt
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step, View
+
+_log = logging.getLogger("headwise")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,17 @@ def elect(votes: Tensor, count: int, window: int) -> Tensor:
     return torch.cat([best, own.expand(*best.shape[:2], -1)], dim=2)
 
 
+@functools.cache
+def _warn_short(window: int) -> None:
+    """Warn once that a text exceeds its budget, and no call of it was as long as the window."""
+    _log.warning(
+        "snapkv has kept every token: no call was as long as its window of %d tokens, and shorter "
+        "ones count as generated text; prefill in chunks of %d tokens or more",
+        window,
+        window,
+    )
+
+
 class SnapKV(Policy):
     """Tokens elected by a prompt's last `window` queries, those queries' own, and all generated.
 
@@ -93,11 +108,14 @@ class SnapKV(Policy):
     def after(self, step: Step, scores: Tensor | None) -> None:
         """See Policy.after: only after a prompt or a chunk of one."""
         window = self.record.window
-        if step.length == 1 or step.length < window:
+        if step.length == 1:
             return
         held = self.kept[0]
         count = left_of_prompt(self.record.budget, window, held, self.seen[0])
-        if count < held:
+        if count < held and step.length < window:
+            if not any(self.settled):
+                _warn_short(window)
+        elif count < held:
             self._keep(elect(self._votes(step), count, window))
 
     def _votes(self, call: Step) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from artifacts import HeadwiseError
 from kernels.index import PAD
 from runtime.lazy import LazyTensor
 from runtime.omnikv.copy_engine import CopyEngine
@@ -80,9 +81,16 @@ class Bank:
         self._clear()
 
     def _clear(self) -> None:
-        # 0 before the first layer, which leads if a call concerns the whole bank.
+        # 0 before the first layer.
         self.batch = 0
-        self.leader: int | None = None
+        # Most tokens of a layer so far.
+        self._length = 0
+        # Selections of sequences so far, the sequences of the latest one, how many there were
+        # before it, and by layer in the bank the number of selections that it was asked for.
+        self._selections = 0
+        self._selected: Any = None
+        self._batch_before = 0
+        self._asked: dict[int, int] = {}
         # (L, P, B, R) each.
         self.pages: list[Tensor] = []
         # (L, S, B, R) on the device.
@@ -94,8 +102,9 @@ class Bank:
         self._fetch: tuple[int, Callable[[], Tensor]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self._settle()
+        self.settle()
         new = memo[id(self)] = copy.copy(self)
+        new._asked = dict(self._asked)
         if self.batch:
             self.copy_engine.synchronize()
             new.copy_engine = copy.deepcopy(self.copy_engine, memo)
@@ -110,7 +119,7 @@ class Bank:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self.settle()
         return vars(self)
 
     @property
@@ -126,11 +135,67 @@ class Bank:
             self.row, self.batch, self.copy_engine = row, k.shape[0], CopyEngine(k.device)
         return (row, k.device, k.shape[0]) == (self.row, self.copy_engine.device, self.batch)
 
+    def enter(self, layer: int, k: Tensor, v: Tensor) -> bool:
+        """Take in a layer with such keys and values, still without tokens; False if it cannot."""
+        if not self.takes(k, v):
+            return False
+        self._asked[layer] = self._selections
+        self._drop_slots()
+        return True
+
+    def leave(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Release a layer: the keys (B, G, n, D) and values of its first `length` tokens."""
+        self.settle()
+        self._check(layer)
+        rows = torch.empty(
+            (0, self.batch, self.row.width), dtype=self.row.dtype, device=self.copy_engine.device
+        )
+        keys, values = BankedKV(self, layer, length, rows).read()
+        del self._asked[layer]
+        if self._asked:
+            self._drop_slots()
+        else:
+            self.copy_engine.synchronize()
+            self._clear()
+        return keys.contiguous(), values.contiguous()
+
+    def batch_of(self, layer: int) -> int:
+        """Sequences of a layer, which may still have to be asked for the latest selection."""
+        if self._asked[layer] == self._selections:
+            return self.batch
+        return self._batch_before
+
+    def _drop_slots(self) -> None:
+        """Forget which rows were fetched."""
+        self.settle()
+        if self._held is not None:
+            self._held.fill_(_EMPTY)
+
+    def _check(self, layer: int) -> None:
+        """Raise HeadwiseError if a layer was not asked for all selections of sequences."""
+        if self._asked.get(layer, self._selections) != self._selections:
+            raise HeadwiseError(
+                "sequences were selected or reordered in some layers of this cache only: call the "
+                "cache's own batch_select_indices or reorder_cache"
+            )
+
     def append(self, layer: int, past: int, k: Tensor, v: Tensor) -> BankedKV:
-        """Append new keys (B, G, Q, D) and values to the `past` tokens of a layer."""
-        if self.leader is None:
-            self.leader = layer
+        """Append new keys (B, G, Q, D) and values to the `past` tokens of a layer.
+
+        Raises:
+            HeadwiseError: they are of another number of sequences than the bank's, or of other
+                heads.
+        """
+        self._check(layer)
+        sizes = k.shape[0], k.shape[1], k.shape[3], v.shape[3]
+        held = self.batch, self.row.heads, self.row.k_dim, self.row.v_dim
+        if sizes != held:
+            raise HeadwiseError(
+                f"new tokens must have the cache's sequences, KV heads and head sizes {held}, "
+                f"got {sizes}"
+            )
         rows = self.row.pack(k, v)
+        self._length = max(self._length, past + rows.shape[0])
         self._reserve(past + rows.shape[0])
         for page, first, here in self._span(past, past + rows.shape[0]):
             self.copy_engine.write(
@@ -152,7 +217,7 @@ class Bank:
 
         With a GPU this returns at once; `attended` waits.
         """
-        self._settle()
+        self.settle()
         width = tokens.shape[-1]
         if self.slots is None or self.slots.shape[1] < width or self.slots.shape[2] != self.batch:
             # A budget that is a fraction of the context grows with it.
@@ -165,7 +230,7 @@ class Bank:
                 self.slots = torch.empty(
                     shape, dtype=self.row.dtype, device=self.copy_engine.device
                 )
-                self._held = torch.full((self.batch, size), _EMPTY, dtype=torch.long)
+                self._held = torch.full((self.batch, size), _EMPTY, dtype=torch.long, device="cpu")
         slots = self.slots
         held = self._held
         assert held is not None
@@ -178,7 +243,9 @@ class Bank:
             held.fill_(_EMPTY)
             sequences, wanted, places = replaced(after, selected, counts)
             if wanted.numel():
-                self._deliver(torch.arange(self.layers), sequences, wanted, places, slots)
+                self._deliver(
+                    torch.arange(self.layers, device="cpu"), sequences, wanted, places, slots
+                )
             held.copy_(after)
             return counts
 
@@ -203,20 +270,20 @@ class Bank:
         k, v = self.row.unpack(slots[: longest + new].to(call.rows.dtype))
         if int(counts.min()) == longest:
             return k, v, None
-        place = torch.arange(longest + new, dtype=torch.int32)
+        place = torch.arange(longest + new, dtype=torch.int32, device="cpu")
         valid = (place < counts[:, None]) | (place >= longest)
         read = torch.where(valid, place, PAD).sort(-1).values
         return k, v, read.to(slots.device, non_blocking=True)
 
     def selected(self, call: BankedKV, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, G, n + Q, D) and values of past tokens (B, n) of a layer, then of new ones."""
-        self._settle()
+        self.settle()
         batch, count = tokens.shape
         shape = (count, batch, self.row.width)
         rows = torch.empty(shape, dtype=self.row.dtype, device=self.copy_engine.device)
-        layer = torch.tensor([call.layer], dtype=torch.long)
-        sequences = torch.arange(batch).repeat_interleave(count)
-        places = torch.arange(count).repeat(batch)
+        layer = torch.tensor([call.layer], dtype=torch.long, device="cpu")
+        sequences = torch.arange(batch, device="cpu").repeat_interleave(count)
+        places = torch.arange(count, device="cpu").repeat(batch)
 
         def gather(tokens: Tensor) -> None:
             self._deliver(layer, sequences, tokens.flatten(), places, rows[None])
@@ -226,14 +293,34 @@ class Bank:
 
     def crop(self, length: int) -> None:
         """Forget fetched rows of the tokens from `length` on."""
-        self._settle()
+        self.settle()
         if self._held is not None:
             self._held.masked_fill_(self._held >= length, _EMPTY)
 
-    def select(self, sequences: Tensor, length: int) -> None:
-        """Make sequence b what sequences[b] was, with `length` tokens of each layer."""
-        self._settle()
-        sequences = sequences.cpu().long()
+    def select(self, layer: int, sequences: Tensor) -> None:
+        """Make sequence b what sequences[b] was: done once, for all layers are asked alike.
+
+        Raises:
+            HeadwiseError: a layer is asked for other sequences than the one before it.
+        """
+        first_asked = self._asked[layer] == self._selections
+        self._asked[layer] += 1
+        if not first_asked:
+            latest = self._selected
+            # All layers of a cache get the same tensor: comparing another one waits for its device.
+            if latest is not sequences and not torch.equal(
+                indices_on(latest, "cpu"), indices_on(sequences, "cpu")
+            ):
+                self._asked[layer] = -1
+            self._check(layer)
+            return
+        self._selections += 1
+        self._selected = sequences
+        self._batch_before = self.batch
+        self.settle()
+        # Also negative ones, and a mask, as a tensor takes them.
+        sequences = torch.arange(self.batch, device="cpu")[indices_on(sequences, "cpu")]
+        length = self._length
         self.copy_engine.synchronize()
         old = self.pages
         first = 0
@@ -251,14 +338,7 @@ class Bank:
                 self.slots = self.slots.index_select(2, sequences.to(self.slots.device))
                 self._held = self._held.index_select(0, sequences)
 
-    def clear(self) -> None:
-        """Drop all tokens and free the memory."""
-        self._settle()
-        if self.batch:
-            self.copy_engine.synchronize()
-        self._clear()
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for a running fetch and drop its selection."""
         fetch = self._fetch
         self._fetch = None
@@ -303,7 +383,9 @@ class Bank:
             to = torch.zeros_like(layers)
         targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
-        cuts = torch.searchsorted(tokens, torch.tensor(bounds, dtype=torch.long)).tolist()
+        cuts = torch.searchsorted(
+            tokens, torch.tensor(bounds, dtype=torch.long, device="cpu")
+        ).tolist()
         self.copy_engine.synchronize()
         staged = self.copy_engine.staging(
             layers.numel() * tokens.numel(), self.row.width, self.row.dtype
@@ -319,6 +401,13 @@ class Bank:
         self.copy_engine.deliver(staged, slots.view(-1, self.row.width), torch.cat(order))
 
 
+def indices_on(indices: Any, device: torch.device | str) -> Tensor:
+    """Indices of sequences, or a mask as a tensor, on a device."""
+    if isinstance(indices, Tensor):
+        return indices.to(device)
+    return torch.tensor(indices, device=device, dtype=torch.long)
+
+
 def replaced(held: Tensor, selected: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Assign a slot to each selected token; a token that has one keeps it.
 
@@ -332,8 +421,8 @@ def replaced(held: Tensor, selected: Tensor, counts: Tensor) -> tuple[Tensor, Te
     Returns:
         Sequence, token and slot of each row that must be fetched, (N,) each.
     """
-    slot = torch.arange(held.shape[1])
-    entry = torch.arange(selected.shape[1])
+    slot = torch.arange(held.shape[1], device="cpu")
+    entry = torch.arange(selected.shape[1], device="cpu")
     used = slot < counts[:, None]
     wanted = entry < counts[:, None]
     at = torch.searchsorted(selected, held).clamp_(max=selected.shape[1] - 1)

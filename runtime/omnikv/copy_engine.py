@@ -25,7 +25,7 @@ class CopyEngine:
         self.device = device
         self._cuda = device.type == "cuda"
         # Staging memory: fetched rows are gathered here.
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._cuda:
             self._outward = torch.cuda.Stream(device)
             self._inward = torch.cuda.Stream(device)
@@ -37,7 +37,7 @@ class CopyEngine:
 
     def memory(self, nbytes: int) -> Tensor:
         """Uninitialised memory of a bank: (nbytes,) uint8."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda, device="cpu")
 
     def write(self, target: Tensor, rows: Tensor) -> None:
         """Copy rows of the device into a bank, after the work queued so far; waits for nothing."""
@@ -71,7 +71,7 @@ class CopyEngine:
             return lambda: result
         # The filter layer may lie on another device: stream and event are its tokens'.
         with torch.cuda.device(tokens.device):
-            listed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            listed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True, device="cpu")
             listed.copy_(tokens, non_blocking=True)
             reached = torch.cuda.Event()
             reached.record()

@@ -9,10 +9,10 @@ dim, E value dim.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class LayerCall(NamedTuple):
         starts: (B,) int32, the first key of each sequence; None where all start at 0.
         scale: of the logits.
         softcap: of the logits, or None.
+        cache: the cache of the forward: a filter layer's selection is for the layers of that.
+        own: the layer's own cache, if it is a filter layer and the cache one of new_cache().
     """
 
     layer: int
@@ -46,6 +48,8 @@ class LayerCall(NamedTuple):
     starts: Tensor | None
     scale: float | None
     softcap: float | None
+    cache: Any
+    own: FilterCache | None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,14 +57,16 @@ class LayerCall(NamedTuple):
         return {"starts": self.starts, "scale": self.scale, "softcap": self.softcap}
 
 
-class _Step(threading.local):
-    """Selections of the filter layers in this thread, by layer."""
+class _Step(NamedTuple):
+    """Selections of the filter layers for one cache, by layer.
 
-    def __init__(self) -> None:
-        # In the latest step: the number of keys, and the tokens.
-        self.tokens: dict[int, tuple[int, Tensor]] = {}
-        # For the latest chunk of a prompt.
-        self.selections: dict[int, ChunkSelection] = {}
+    Attributes:
+        tokens: in the latest step: the number of keys, and the tokens.
+        chunks: for the latest chunk of a prompt.
+    """
+
+    tokens: dict[int, tuple[int, Tensor]]
+    chunks: dict[int, ChunkSelection]
 
 
 class OmniKV(Selector):
@@ -71,23 +77,31 @@ class OmniKV(Selector):
     ) -> None:
         super().__init__(section, layers, group=group)
         self.backend = backend
-        self._step = _Step()
+        # By the cache of a forward.
+        self._steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
 
-    def attend(self, call: LayerCall, cache: FilterCache | None) -> Tensor | None:
+    def _step(self, cache: Any) -> _Step:
+        return self._steps.setdefault(cache, _Step({}, {}))
+
+    def forget(self, cache: Any, layer: int) -> None:
+        """Forget what a filter layer selected before: it is called again.
+
+        A call that fails must leave no selection that other tokens could use.
+        """
+        step = self._step(cache)
+        step.tokens.pop(layer, None)
+        step.chunks.pop(layer, None)
+
+    def attend(self, call: LayerCall) -> Tensor | None:
         """Attention of one layer in a decode step: (B, H, Q, E).
 
         None if no filter layer has selected tokens in this step.
 
-        Args:
-            call: the call.
-            cache: that of a filter layer, None for any cache that is not of new_cache().
         """
-        layer, role, q, k, v, starts, scale, softcap = call
+        layer, role, q, k, v, starts, scale, softcap, cache, own = call
         tokens = None
         k_len = k.shape[2]
-        selected = self._step.tokens
-        # A step that fails below must leave no selection that another request could use.
-        selected.pop(layer, None)
+        selected = self._step(cache).tokens
         if role.served_by is not None and isinstance(k, OffloadedTensor):
             attended = k.banked.bank.attended(k.banked)
             if attended is None:
@@ -114,11 +128,11 @@ class OmniKV(Selector):
             backend=self.backend,
         )
         if result.scores is not None:
-            tokens = self.select_tokens(self.of_all_heads(result.scores), q.shape[2], starts, cache)
+            tokens = self.select_tokens(self.of_all_heads(result.scores), q.shape[2], starts, own)
             selected[layer] = k_len, tokens
             self.stats.add(layer, tokens)
-            if cache is not None:
-                cache.fetch(tokens, k_len - q.shape[2])
+            if own is not None:
+                own.fetch(tokens, k_len - q.shape[2])
         return result.out
 
     def attend_chunk(
@@ -133,7 +147,7 @@ class OmniKV(Selector):
             firsts: its `starts` on the host, zeros where they are None.
             backend: of the chunk's own attention; scores of a few queries use the section's.
         """
-        layer, role, q, k, v, starts, scale, softcap = call
+        layer, role, q, k, v, starts, scale, softcap, cache, _ = call
         ratio = self.section.prefill_ratio
         q_len = q.shape[2]
         past = k.shape[2] - q_len
@@ -142,8 +156,7 @@ class OmniKV(Selector):
         count = ceil(ratio * q_len)
         if count >= past:
             return None
-        selections = self._step.selections
-        selections.pop(layer, None)
+        selections = self._step(cache).chunks
         if role.is_filter:
             # The chunk's last queries select.
             queries = q[:, :, -min(self.section.window, MAX_QUERIES, q_len) :]

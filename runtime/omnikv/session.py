@@ -1,32 +1,37 @@
-"""Passes the cache layer of a filter layer from its update to the attention that follows.
+"""Passes the cache of a forward to the attention of an artifact's decode section.
 
 transformers calls an attention function with keys and values, not with their cache, and a model may
-compute with the keys in between. But an attention module updates its cache and then calls its
-attention function, in one thread: the cache of a filter layer announces itself in update(), and the
-attention function of that layer takes it.
+compute with the keys in between. But every attention module gets the cache as an argument, and
+hands keyword arguments that it does not know on to its attention function. So a hook adds the cache
+to them: nothing is remembered from one call to the next.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from typing import Protocol
+import inspect
+from contextlib import nullcontext
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from artifacts import HeadwiseError
+
+# Keyword argument of attention functions.
+CACHE = "headwise_cache"
 
 
 class FilterCache(Protocol):
     """Cache of a filter layer, as its attention uses it (runtime.caches.growing.FilterLayer).
 
     Attributes:
-        number: the layer's number.
-        keys: (B, G, K, D).
+        batch: sequences.
     """
 
-    number: int
-    keys: Tensor
+    batch: int
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence."""
 
     def remember(self, scores: Tensor) -> Tensor:
         """Add scores (B, K) of the newest query; returns those of the window (B, at most W, K)."""
@@ -35,47 +40,74 @@ class FilterCache(Protocol):
         """Start fetching tokens (B, C) of those before `past` for the layers in banks."""
 
 
-class _Announced(threading.local):
-    """Cache of the latest update in this thread that no attention has taken."""
+class PassCache:
+    """Hook before an attention module that passes the cache among its arguments on."""
 
-    cache: weakref.ref[FilterCache] | None = None
+    def __init__(self, attention: str) -> None:
+        self.attention = attention
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments with the cache, or None where there is none.
+
+        None, too, where set_attn_implementation() has given the module another attention.
+        """
+        from transformers import Cache
+
+        config: Any = module.config
+        if config._attn_implementation != self.attention:
+            return None
+        for argument in (*kwargs.values(), *args):
+            if isinstance(argument, Cache):
+                return args, {**kwargs, CACHE: argument}
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a module has nothing applied. A stored one loads without Headwise: it has a hook
+        # of the standard library, which takes any arguments and returns None.
+        return getattr, (nullcontext(), "__exit__")
 
 
-_announced = _Announced()
-
-
-def announce(cache: FilterCache) -> None:
-    """Announce the cache that an attention module has just updated."""
-    _announced.cache = weakref.ref(cache)
-
-
-def clear() -> None:
-    """Drop an announcement of another forward, of a model to which nothing is applied."""
-    _announced.cache = None
-
-
-def take(layer: int, batch: int, k_len: int) -> FilterCache | None:
-    """Return the cache of a filter layer's call; None if it is not one of new_cache().
+def pass_cache(module: nn.Module, attention: str) -> RemovableHandle:
+    """Have an attention module pass its cache on; the handle's remove() ends it.
 
     Args:
+        module: the attention module.
+        attention: name of the attention function that takes it.
+
+    Raises:
+        HeadwiseError: the module takes no further keyword arguments.
+    """
+    parameters = inspect.signature(module.forward).parameters.values()
+    if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters):
+        raise HeadwiseError(
+            f"{type(module).__name__}.forward takes no **kwargs for its attention function: the "
+            f"decode section cannot serve it"
+        )
+    return module.register_forward_pre_hook(PassCache(attention), with_kwargs=True)
+
+
+def filter_cache_of(cache: Any, layer: int, batch: int, k_len: int) -> FilterCache | None:
+    """The cache of a filter layer; None if it is not one of new_cache().
+
+    Args:
+        cache: the cache of the forward.
         layer: the layer's number.
         batch: sequences of the call.
         k_len: keys of the call.
 
     Raises:
-        HeadwiseError: the keys are not those of the cache that was updated last.
+        HeadwiseError: the keys are not those in the cache.
     """
-    reference = _announced.cache
-    if reference is None:
+    layers = getattr(cache, "layers", ())
+    if layer >= len(layers) or not hasattr(layers[layer], "remember"):
         return None
-    _announced.cache = None
-    cache = reference()
-    if cache is None:
-        return None
-    keys = cache.keys.shape
-    if (cache.number, keys[0], keys[2]) != (layer, batch, k_len):
+    own: FilterCache = layers[layer]
+    held = own.batch, own.get_seq_length()
+    if held != (batch, k_len):
         raise HeadwiseError(
             f"filter layer {layer} must attend to the keys of its own cache, got {batch} sequences "
-            f"of {k_len} keys after an update of layer {cache.number} with {keys[0]} of {keys[2]}"
+            f"of {k_len} keys, and the cache has {held[0]} of {held[1]}"
         )
-    return cache
+    return own

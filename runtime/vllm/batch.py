@@ -152,7 +152,7 @@ class Batch:
             rows = self._moved(_joined(chunk.rows for chunk in alike))
             k_lens = [chunk.k_len for chunk in alike]
             if self.lengths is None:
-                ends = self._moved(torch.tensor(k_lens, dtype=torch.int32))
+                ends = self._moved(torch.tensor(k_lens, dtype=torch.int32, device="cpu"))
             else:
                 ends = self.lengths[requests]
             if self.captured:
@@ -224,4 +224,4 @@ def _joined(ranges: Iterable[slice]) -> slice | Tensor:
     ranges = list(ranges)
     if all(before.stop == after.start for before, after in pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop)
-    return torch.cat([torch.arange(each.start, each.stop) for each in ranges])
+    return torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges])

@@ -106,7 +106,7 @@ class Engine:
         Raises:
             HeadwiseError: such a layer cannot be served.
         """
-        config = self._config()
+        config = self.config
         if self.layers or config is None:
             return
         modules = {}
@@ -142,9 +142,10 @@ class Engine:
             if number in policies:
                 self._set_spec(module, layer, policies[number])
 
-    def is_of(self, config: Any) -> bool:
-        """True for the VllmConfig that this was made for."""
-        return self._config() is config
+    @property
+    def config(self) -> Any:
+        """The VllmConfig that this was made for; None once vLLM has dropped it."""
+        return self._config()
 
     def of(self, module: Any) -> ServedLayer:
         """Plan of an attention layer of vLLM."""
@@ -287,7 +288,7 @@ def engine_of(config: Any) -> Engine | None:
     options = options_of(config.additional_config)
     if options is None:
         _latest = None
-    elif _latest is None or not _latest.is_of(config):
+    elif _latest is None or _latest.config is not config:
         _latest = Engine(options, config)
     return _latest
 
@@ -298,10 +299,15 @@ def drafts_of(config: Any) -> int:
 
 
 def makes_drafts(config: Any) -> bool:
-    """True for the VllmConfig of a draft model: vLLM derives it from the engine's."""
-    if HASH_KEY not in (config.additional_config or {}) or config.speculative_config is None:
+    """True for the VllmConfig of a draft model.
+
+    vLLM derives it from the engine's, with the same object for speculative decoding. The engine of
+    this process is made first: vLLM loads the served model before its drafts.
+    """
+    own = None if _latest is None else _latest.config
+    if own is None or own is config or config.speculative_config is None:
         return False
-    return _latest is None or not _latest.is_of(config)
+    return config.speculative_config is own.speculative_config
 
 
 def latest() -> Engine | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
+from kernels.registry import NoKernelError
 from runtime.attention.state import error_category, message
 from runtime.vllm.batch import KEY, Batch, Chunk, Group
 from runtime.vllm.engine import Engine, ServedLayer, engine_of
@@ -84,7 +85,10 @@ class SparseImpl(_Parent):
                 f"no quantised output from a layer served by an artifact: use {off}"
             )
         if attn_metadata is None:
-            self._profile_memory(served, query.to(output.dtype))
+            try:
+                self._profile_memory(served, query.to(output.dtype))
+            except NoKernelError as error:
+                self._leave_to_parent(served, error)
         batch: Batch | None = getattr(attn_metadata, KEY, None)
         if batch is None:
             return super().forward(*arguments)
@@ -107,12 +111,29 @@ class SparseImpl(_Parent):
             options=self._options(k_scale),
             own=None if key is None or value is None else (key, value),
         )
-        done = self._sparsely(served, step)
-        if served.policy is None:
-            step.attend(done)
-        else:
-            served.policy.attend(step, done)
+        try:
+            done = self._sparsely(served, step)
+            if served.policy is None:
+                step.attend(done)
+            else:
+                served.policy.attend(step, done)
+        except NoKernelError as error:
+            self._leave_to_parent(served, error)
+            return super().forward(*arguments)
         return output
+
+    def _leave_to_parent(self, served: ServedLayer, error: NoKernelError) -> None:
+        """Count a step of a layer that vLLM's own attention serves, for no kernel of ours can.
+
+        Raises:
+            HeadwiseError: it cannot read the layer's pages.
+        """
+        if served.ours or served.policy is not None:
+            raise HeadwiseError(
+                f"layer {served.number} cannot be served, and vLLM's own attention cannot read its "
+                f"cache: {error}"
+            ) from error
+        self._engine.counters.fell_back("vLLM's own attention serves", str(error))
 
     def _sparsely(self, served: ServedLayer, step: LayerStep) -> list[Chunk]:
         """Write attention of the requests that patterns and selected tokens serve.
@@ -138,6 +159,8 @@ class SparseImpl(_Parent):
             why = str(error) if ours else error_category(error)
             # Processes select together: if one stopped here, the others would wait for it.
             if why is None or (groups and engine.size > 1):
+                if isinstance(error, NoKernelError):
+                    raise HeadwiseError(str(error)) from error
                 raise
             engine.counters.fell_back(why, "" if ours else message(error))
             return []
@@ -161,6 +184,7 @@ class SparseImpl(_Parent):
     def _profile_memory(self, served: ServedLayer, query: Tensor) -> None:
         """Use the memory of this layer's largest step, in vLLM's profiling run.
 
+        Each kernel is launched, so that one which cannot be built shows when the engine starts.
         vLLM then leaves as much free: for the index of the last chunk of the longest prompt, for
         scores and slots of decode by selected tokens at the longest context, and for the copies of
         a policy.
@@ -185,6 +209,7 @@ class SparseImpl(_Parent):
             options=self._options(),
         )
         chunk = Chunk(0, 0, len(query), k_len, prompt=k_len)
+        self._build_kernels(served, step)
         if served.plan is not None and self._engine.is_sparse(chunk):
             q = query.transpose(0, 1)[None]
             served.plan.build(q, k, scale=self.scale, block_table=table, k_len=k_len)
@@ -192,6 +217,27 @@ class SparseImpl(_Parent):
             self._engine.filter_decode.profile_memory(served.number, step)
         if served.policy is not None:
             served.policy.profile_memory(step, chunk)
+
+    def _build_kernels(self, served: ServedLayer, step: LayerStep) -> None:
+        """Launch each kernel that may serve this layer once, on one page of keys."""
+        table = torch.zeros(1, 1, dtype=torch.int32, device=step.query.device)
+        prompt = Chunk(0, 0, PAGE, PAGE)
+        batch = Batch(block_table=table, requests=(prompt,))
+        query = step.query.new_zeros(PAGE, *step.query.shape[1:])
+        keys = query.new_zeros(PAGE, step.k.shape[2], query.shape[-1])
+        step = replace(step, batch=batch, query=query, output=query.clone(), own=None)
+        if served.plan is not None:
+            for own in (None, (keys, keys)):
+                self._by_patterns(served.plan, replace(step, own=own), prompt)
+        step.attend(())
+        tokens = table.new_zeros(1, 1)
+        for chunk in (prompt._replace(q_len=1), prompt._replace(q_len=2)):
+            (group,) = batch.groups([chunk])
+            step.decode(group)
+            if served.policy is not None or self._engine.filter_decode is not None:
+                step.decode(group, tokens)
+            if served.policy is not None:
+                step.decode(group, tokens.repeat(1, step.k.shape[2])[..., None])
 
     def _options(self, k_scale: float = 1.0) -> dict[str, Any]:
         softcap = self.logits_soft_cap or None

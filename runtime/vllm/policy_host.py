@@ -234,12 +234,14 @@ class PagedPrompts(PagedPolicy):
         if len(set(pages)) == 1:
             pages = pages[:1]
         lengths = torch.tensor(
-            [(chunk.prompt, chunk.k_len) for chunk in group.chunks], dtype=torch.long
+            [(chunk.prompt, chunk.k_len) for chunk in group.chunks],
+            dtype=torch.long,
+            device="cpu",
         )
         prompts, ends = lengths[:, :, None, None].unbind(1)
         counts = [[each.left(chunk.prompt) for each in pages] for chunk in group.chunks]
-        left = torch.tensor(counts, dtype=torch.long)[..., None]
-        rows = torch.arange(int((left + ends - prompts).max()))
+        left = torch.tensor(counts, dtype=torch.long, device="cpu")[..., None]
+        rows = torch.arange(int((left + ends - prompts).max()), device="cpu")
         rows = torch.where(rows < left, rows, prompts - left + rows)
         rows = torch.where(rows < ends, rows, PAD).to(torch.int32)
         if len(pages) == 1:

@@ -31,8 +31,9 @@ from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel
-from profiling.progress import phase
-from profiling.prompts.prompt import Prompt, digest, make_prompts
+from profiling.progress import announce, phase
+from profiling.prompts.held_out import unit_means, units
+from profiling.prompts.prompt import Prompt, digest, fewer_sentences, make_prompts
 from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, check_section, layer_kinds, window_of
 from search.decode.section_search import SectionSearch, beyond_chance
@@ -145,6 +146,10 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
             samples=config.samples,
             seed=config.seed,
         )
+    for line in fewer_sentences(
+        config.tasks, prompts, length=config.length, samples=config.samples
+    ):
+        announce(line)
     search.seen.add(*prompts)
     # Before any work, to refuse a text that is too short to hold prompts out. Two sets: the one
     # that decides does not report.
@@ -161,8 +166,10 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
             for name, held_out in sets.items()
             for budgets, (each, _) in sections.items()
         }
+        independent = units(sets["deciding"])
         decided = {
-            budgets: [each.mean_kl for each in losses["deciding", budgets]] for budgets in sections
+            budgets: unit_means([each.mean_kl for each in losses["deciding", budgets]], independent)
+            for budgets in sections
         }
         better = beyond_chance(decided["searched"], decided["even"])
         result = KVResult(

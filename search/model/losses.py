@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain
 from math import exp
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ class ContextLoss:
     Attributes:
         task: the sequence's; where its answers are of several kinds, one of them after a slash.
         digest: of the sequence.
+        unit: the same for sequences that are not independent; empty: of its own.
         kl: mean over its compared positions, nats a token.
         text: mean rise of -log p of its tokens; None where answers are asked for.
         rise: rise of its answers' -log p in all.
@@ -56,6 +56,7 @@ class ContextLoss:
     won: int = 0
     probability: float = 0.0
     fall: float = 0.0
+    unit: str = ""
 
     @classmethod
     def of(cls, task: str, sequence: TokenSequence, losses: Losses) -> ContextLoss:
@@ -67,6 +68,7 @@ class ContextLoss:
         return cls(
             task=task,
             digest=sequence.digest,
+            unit=sequence.unit,
             kl=float(losses.kl.mean()),
             text=text,
             rise=float((losses.answer_nll - losses.answer_dense_nll).sum()),
@@ -128,18 +130,23 @@ def _by_task(contexts: Iterable[ContextLoss]) -> dict[str, list[ContextLoss]]:
 
 
 def pooled(contexts: Iterable[ContextLoss]) -> list[ContextLoss]:
-    """Join the answers of each sequence, of whatever kinds: they are one unit of an interval.
+    """Join the answers of each unit of an interval, of whatever kinds: of a sequence, or several.
 
     One task's answers may be too few for a loss to show.
     """
-    by_digest = attrgetter("digest")
     joined = []
-    with_answers = [context for context in contexts if context.answers]
-    for _, group in groupby(sorted(with_answers, key=by_digest), key=by_digest):
-        parts = list(group)
+    for parts in _by_unit(context for context in contexts if context.answers):
         sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
         joined.append(replace(parts[0], **sums))
     return joined
+
+
+def _by_unit(contexts: Iterable[ContextLoss]) -> list[list[ContextLoss]]:
+    """Contexts of the same or of shared text together: they say nothing of other texts."""
+    units: dict[str, list[ContextLoss]] = {}
+    for context in contexts:
+        units.setdefault(context.unit or context.digest, []).append(context)
+    return list(units.values())
 
 
 def lost_fraction(contexts: Sequence[ContextLoss], confidence: float) -> Interval:
@@ -162,9 +169,9 @@ def lost_fraction(contexts: Sequence[ContextLoss], confidence: float) -> Interva
 
 def perplexity_rise(contexts: Sequence[ContextLoss], confidence: float) -> Interval:
     """The relative rise of the perplexity of text, with its interval over windows."""
-    interval = student(
-        [context.text for context in contexts if context.text is not None], confidence=confidence
-    )
+    texts = [context for context in contexts if context.text is not None]
+    rises = [float(np.mean([part.text for part in parts])) for parts in _by_unit(texts)]
+    interval = student(rises, confidence=confidence)
     return Interval(
         exp(interval.value) - 1, exp(interval.low) - 1, exp(interval.high) - 1, interval.count
     )

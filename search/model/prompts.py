@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.schema.search import MAX_WINDOWS
 from profiling.models.loading import LoadedModel
+from profiling.progress import announce
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.kind import LengthTooShort
 from profiling.prompts.prompt import (
     CALIBRATED_TASKS,
     GATE_TASKS,
     Prompt,
+    fewer_sentences,
     make_prompts,
     parse_task,
     per_context,
@@ -119,6 +121,13 @@ class HeldOut:
         self._numbers = count(first)
         self._first = {kind: self._make(kind, LOOKS[0], required=True) for kind in KINDS}
 
+    def announce(self) -> None:
+        """Announce each task whose text has fewer contexts than the first look takes."""
+        for task in self.tasks:
+            samples = LOOKS[0] * self._samples * per_context(task)
+            length = self._options["length"]
+            announce_fewer([task], self.first, length=length, samples=samples)
+
     @property
     def first(self) -> list[Prompt]:
         """The first prompts of all kinds, before any was taken."""
@@ -185,6 +194,15 @@ class HeldOut:
         if required and fault is not None:
             raise fault
         return []
+
+
+def announce_fewer(
+    tasks: Iterable[str], prompts: Sequence[Prompt], *, length: int, samples: int
+) -> None:
+    """Announce each task whose text has fewer prompts than `samples`."""
+    for task in dict.fromkeys(tasks):
+        for line in fewer_sentences([task], prompts, length=length, samples=samples):
+            announce(line)
 
 
 def _made(

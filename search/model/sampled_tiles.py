@@ -68,6 +68,6 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
         rows.append(start + drawn)
         weights.append(1 / chance[drawn])
     return Sample(
-        rows=torch.tensor(rows, dtype=torch.long),
-        weights=torch.tensor(weights, dtype=torch.float64),
+        rows=torch.tensor(rows, dtype=torch.long, device="cpu"),
+        weights=torch.tensor(weights, dtype=torch.float64, device="cpu"),
     )

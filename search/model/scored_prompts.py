@@ -26,6 +26,7 @@ from profiling.ledger import Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.quality.sequences import Reference, TokenSequence
+from runtime.devices import execution_device
 from search.model.curves import Curves
 from search.model.run import SearchRun
 from search.model.scoring import Scores, score_layer
@@ -92,8 +93,10 @@ def _score(
     """Score some layers of one sequence, and keep each in the resume file."""
     loaded = run.loaded
     sequence = reference.sequences[number]
-    ids = torch.tensor([sequence.ids], device=loaded.model.device, dtype=torch.long)
-    answers = torch.zeros(len(sequence.ids), dtype=torch.bool, device=loaded.model.device)
+    ids = torch.tensor([sequence.ids], device=execution_device(loaded.model), dtype=torch.long)
+    answers = torch.zeros(
+        len(sequence.ids), dtype=torch.bool, device=execution_device(loaded.model)
+    )
     for start, stop in sequence.answers:
         answers[start:stop] = True
     values: dict[tuple[int, int], Any] = {}

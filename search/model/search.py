@@ -25,7 +25,12 @@ from search.model.allocation import CostCurves, spendable
 from search.model.candidates import candidate_grid
 from search.model.config import ModelSearch
 from search.model.costs import Costs
-from search.model.prompts import HeldOut, calibration_prompts, length_of
+from search.model.prompts import (
+    HeldOut,
+    announce_fewer,
+    calibration_prompts,
+    length_of,
+)
 from search.model.record import build, write
 from search.model.refine import refine
 from search.model.run import SearchRun
@@ -90,6 +95,8 @@ def search_model(
     )
 
     if joined.is_first:
+        announce_fewer(config.tasks, prompts, length=length, samples=config.samples)
+        held_out.announce()
         check_storage(config.storage)
     started = start_run(
         config,

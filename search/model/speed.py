@@ -24,6 +24,7 @@ from profiling.speed.baselines import HEADWISE, KERNEL, LEAST, MODEL, dense
 from profiling.speed.latency import interleaved, prefill
 from profiling.speed.layer_times import ANCHOR, SDPA, Timed, Timings, all_threads, time_layers
 from runtime import LoadedArtifact
+from runtime.devices import execution_device
 from search.model.run import CHOSEN, SearchRun
 
 # Fractions of the prompt at which attention is timed as well, the layers, and the fewest tokens.
@@ -108,7 +109,7 @@ def time_prefills(run: SearchRun, artifact: Artifact) -> dict[str, Sequence[floa
 
     def measure() -> dict[str, list[float]]:
         ids = torch.tensor(
-            [sequence.ids[: sequence.context]], device=model.device, dtype=torch.long
+            [sequence.ids[: sequence.context]], device=execution_device(model), dtype=torch.long
         )
         taken: dict[str, list[float]] = {name: [] for name in methods}
         began = time.monotonic()

@@ -130,11 +130,14 @@ def serving_backend(
             raise HeadwiseError(f"--backend {backend}: {error}") from None
         return backend
     reasons: dict[str, str] = {}
-    name, _ = registry.serve("attention", call, reasons.__setitem__)
-    if name == "reference" and not quiet:
-        print(
-            "only the reference backend serves here, many times slower than the kernels: "
-            f"{next(iter(reasons.values()))}",
-            file=sys.stderr,
-        )
+    try:
+        name, _ = registry.serve("attention", call, reasons.__setitem__)
+    except registry.NoKernelError:
+        if not quiet:
+            print(
+                "only the reference backend serves here, many times slower than the kernels: "
+                f"{next(iter(reasons.values()))}",
+                file=sys.stderr,
+            )
+        return "reference"
     return name

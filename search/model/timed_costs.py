@@ -18,6 +18,7 @@ from profiling.inside.head_fidelity import worked_tiles
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.layer_times import ANCHOR, Timed, Timings, all_threads, spread, time_layers
+from runtime.devices import execution_device
 from search.model.allocation import Allocation, CostCurves
 from search.model.candidates import LAST_Q
 from search.model.cost_table import Cost, CostTable
@@ -144,7 +145,7 @@ def _table(
         )
         for key, pattern in patterns.items()
     ]
-    device = environment(str(run.loaded.model.device))["device"]
+    device = environment(str(execution_device(run.loaded.model)))["device"]
     return CostTable(device=device, costs=tuple(costs))
 
 

@@ -208,7 +208,7 @@ def test_text_spans_of_a_file_task_are_one_window_of_the_file(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", OF_FILES)
-def test_prompts_of_a_file_are_held_out_or_their_overlaps_are_counted(kind, tmp_path, monkeypatch):
+def test_prompts_of_a_file_are_held_out_or_their_overlaps_are_counted(kind, tmp_path):
     """As far as a task has a part in it: tests/profiling/prompts has the lengths of files."""
     tokenizer = byte_level()
     task = file_task(kind, tmp_path / "a.txt", 12)
@@ -221,7 +221,13 @@ def test_prompts_of_a_file_are_held_out_or_their_overlaps_are_counted(kind, tmp_
     assert result.overlapping == 0
     for one, other in combinations((*first, *second, *result.prompts), 2):
         assert count_overlaps([one], [other]) == 0
-    monkeypatch.setattr(module, "_ROUNDS", 2)
-    known = [*make_prompts(task, tokenizer, length=LONG, samples=3, seed=2), *result.prompts]
+    # All but one are known: each seed has another prompt, and one of them is new.
+    known = make_prompts(task, tokenizer, length=LONG, samples=99, seed=2)[1:]
     result = seeded_prompts(task, tokenizer, seeds=(0, 1, 2), seen=Seen(known), **options)
-    assert result.overlapping == count_overlaps(result.prompts, known)
+    assert result.overlapping == count_overlaps(result.prompts, known) == 2
+    assert result.seeds == (0, 1, 2)
+    # As many seeds as there are prompts and more: none is made twice.
+    result = seeded_prompts(task, tokenizer, seeds=range(20), seen=Seen(), **options)
+    assert len(result.prompts) == len(known) + 1
+    for one, other in combinations(result.prompts, 2):
+        assert count_overlaps([one], [other]) == 0

@@ -93,7 +93,8 @@ def searched(folder, tmp_path_factory):
     """The model `tiny`, an artifact `cfg.yaml` of it and a text; not to be written to."""
     place = tmp_path_factory.mktemp("searched")
     (place / "tiny").symlink_to(folder)
-    (place / "text.txt").write_text("It was a long way to the sea, and nobody saw it. " * 400)
+    sentence = "It was a long way to the sea, and nobody saw it."
+    (place / "text.txt").write_text(" ".join(f"{at}. {sentence}" for at in range(400)))
     model = str(place / "tiny")
     search = PaperSearch(model=model, out=place / "cfg.yaml", length=LENGTH, budget="0.8")
     run(search.replace(dtype="float32", picture=False, command="x"))

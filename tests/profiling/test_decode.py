@@ -153,6 +153,31 @@ def test_decode_prompts_that_a_search_saw_are_replaced_or_counted(
     assert "1 of 1 prompts of" in capsys.readouterr().out
 
 
+def test_decode_units_of_a_short_text_and_of_questions_on_one_document(
+    rows, folder, tmp_path, capsys
+):
+    text = "".join(f"{at}. Nobody saw ship {at * at} on its way. " for at in range(20))
+    windows = len(text) // 200
+    (tmp_path / "a.txt").write_text(text)
+    lines = [{"prompt": f"{text} Question {at}?", "answer": "no"} for at in range(4)]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (dense, cache) = rows(
+        f"--policy streaming:sinks=4,window=60 --repeats 0 --text {tmp_path}/a.txt --texts 9 "
+        f"--text-length 200 --forced 20 --task jsonl:{tmp_path}/b.jsonl --task-length 300"
+    )
+    assert cache["change"]["count"] == len(cache["losses"]) == windows > 2
+    assert len(dense["answers"]) == 4 and dense["accuracy"]["count"] == 1
+    printed = capsys.readouterr().out
+    assert "accuracy of 4\n" in printed
+    assert f"{windows} of 9 prompts of text:a.txt at 200 tokens: there is no more" in printed
+    assert "4 of 20 prompts of jsonl:b.jsonl at 300 tokens" in printed
+
+
+def test_decode_refuses_a_policy_that_is_given_twice(rows):
+    with pytest.raises(HeadwiseError, match="--policy full is given twice"):
+        rows("--policy full --policy full")
+
+
 def test_decode_with_a_failing_kernel_writes_no_record(
     artifact_file, base, rows, tmp_path, monkeypatch
 ):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import artifacts
-from artifacts import HeadwiseError
 from artifacts.cli.parser import read
 from headwise.__main__ import parser_of
 from profiling.evaluation import measure as evaluation
@@ -88,9 +87,6 @@ def test_evaluate_compares_other_artifacts(command, tmp_path):
     assert rows["paper"]["source"] == "MInference 1.0's own search" != rows["headwise"]["source"]
     # Searched without a dense tail, it has that of the others here.
     assert rows["paper"]["density"] > rows["paper-tail"]["density"] > 0.5
-    shutil.copy(tmp_path / "cfg.yaml", tmp_path / "headwise.yaml")
-    with pytest.raises(HeadwiseError, match="method headwise "):
-        command(words, extra=tmp_path / "headwise.yaml")
 
 
 @pytest.mark.usefixtures("invented")
@@ -160,7 +156,7 @@ def test_evaluate_kl_to_dense_of_prefills(command, searched):
 
 def test_evaluate_default_tasks_and_length(searched):
     artifact = artifacts.load(searched / "cfg.yaml")
-    longest = artifact.model.max_positions
+    assert artifact.prefill.length is None and artifact.model.max_positions > LENGTH
 
     def defaults(more=""):
         line = f"{searched}/cfg.yaml --model elsewhere --out report {more}".split()
@@ -168,9 +164,9 @@ def test_evaluate_default_tasks_and_length(searched):
         quality = evaluation_run.quality_of(config, artifact)
         return quality.tasks, quality.lengths
 
-    assert defaults() == (DEFAULT_TASKS, (longest,))
+    assert defaults() == (DEFAULT_TASKS, (LENGTH,))
     assert defaults("--quick")[0] != DEFAULT_TASKS
-    assert defaults("--speed-only") == ((), (longest,))
+    assert defaults("--speed-only") == ((), (LENGTH,))
     assert defaults("--length 800 700 --task passkey") == (("passkey",), (700, 800))
 
 
@@ -185,11 +181,8 @@ def test_evaluate_of_more_methods_and_tasks_runs_new_trials_only(command, invent
 
 
 @pytest.mark.usefixtures("invented")
-def test_evaluate_reports_windows_that_the_search_saw(
-    command, loaded, searched, tmp_path, capsys, monkeypatch
-):
+def test_evaluate_reports_windows_that_the_search_saw(command, loaded, searched, tmp_path, capsys):
     """A text that the search saw whole is named in the table, the page and the JSON."""
-    monkeypatch.setattr("profiling.prompts.held_out._ROUNDS", 2)
     text = searched / "text.txt"
     artifact, arrays = artifacts.load_pair(tmp_path / "cfg.yaml")
     digests = Seen([Prompt(read_ids(Encoder(loaded.tokenizer), text), None)]).digests

@@ -17,6 +17,7 @@ import artifacts
 import headwise
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, apply_dense, load
+from runtime.fingerprint import check, fingerprint
 from tests.runtime.batches import real_from
 from tests.runtime.tiny import pictured_model
 
@@ -246,7 +247,7 @@ def test_apply_from_eight_threads_returns_one_handle(build, artifact_for):
         ("Llama", {"num_key_value_heads": 4}, "num_kv_heads"),
         ("Llama", {"head_dim": 32}, "head_dim"),
         ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope"),
-        ("Llama", {"intermediate_size": 64}, "config_sha256"),
+        ("Llama", {"intermediate_size": 64}, "intermediate_size"),
         ("Llama", {"seed": 1}, "weights_sha256"),
     ],
 )
@@ -262,6 +263,41 @@ def test_apply_rejects_other_model_by_first_differing_field(
         with LoadedArtifact(artifact).apply(other, check_weights=False) as handle:
             other(ids(200))
             assert handle.stats() == {"sparse": 2, "dense": {}}
+
+
+@pytest.mark.parametrize("check_weights", [True, False])
+def test_apply_names_added_tokens_and_the_gate(check_weights, build, artifact_for):
+    artifact, model = LoadedArtifact(artifact_for(build())), build(vocab_size=99)
+    why = r"vocab_size is 97 in the artifact \(tiny\), 99 in this model; .*headwise gate --out"
+    with pytest.raises(HeadwiseError, match=why) as error:
+        artifact.apply(model, check_weights=check_weights)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field", "values"),
+    [
+        ("Llama", {"hidden_act": "gelu"}, "hidden_act", ("silu", "gelu")),
+        ("Llama", {"attention_bias": True}, "attention_bias", ("False", "True")),
+        ("Gemma3", {"sliding_window": 16}, "sliding_window", ("32", "16")),
+        ("Gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping", ("5.0", "None")),
+        (
+            "Gemma3",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types",
+            (r"\['sliding.*\]", r"\['full.*\]"),
+        ),
+    ],
+)
+def test_check_names_field_of_configuration_that_differs(family, changes, field, values, build):
+    expected = fingerprint(build(family), name="tiny")
+    why = f"model: {field} is {values[0]} in the artifact .tiny., {values[1]} in this model"
+    with pytest.raises(HeadwiseError, match=why):
+        check(expected, build(family, **changes), weights=False)
+    # An artifact that does not keep the fields: by the hash.
+    bare = expected.model_copy(update={"config": None})
+    with pytest.raises(HeadwiseError, match=r"model: config_sha256 is .*does not name the field"):
+        check(bare, build(family, **changes), weights=False)
 
 
 def test_apply_accepts_longer_max_position_embeddings(build, artifact_for, ids):

@@ -137,39 +137,17 @@ def test_attention_weights_during_generate_match_eager(build, apply, ids):
         assert len(mine) == 2 and all(map(torch.equal, mine, theirs))
 
 
-@pytest.mark.parametrize(("way", "layers"), [("plain", 2), ("checkpointed", 2), ("compiled", 1)])
-def test_training_is_dense_and_gradients_match(way, layers, build, apply, ids, warnings, graphs):
-    model, prompt = build(num_hidden_layers=layers).train(), ids(200)
-    if way == "checkpointed":
-        model.gradient_checkpointing_enable()
-
-    def gradients():
-        model.zero_grad()
-        with torch.enable_grad():
-            model(prompt, labels=prompt).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    expected = gradients()
-    if way == "compiled":
-        attention = model.model.layers[0].self_attn
-        attention.forward = torch.compile(attention.forward, backend=graphs)
-    with apply(model):
-        actual = gradients()
-    torch.testing.assert_close(actual, expected)
-    assert len(warnings()) == 1 and "gradients" in warnings()[0]
-
-
-def test_training_mode_without_gradients_is_sparse_without_dropout(build, apply, ids, warnings):
-    model, prompt = build().train(), ids(200)
-    with apply(model, strict=True):
-        expected = model(prompt).logits
-        model.gradient_checkpointing_enable()
-        assert torch.equal(model(prompt).logits, expected)
-    model = build(attention_dropout=0.5).train()
+def test_dropout_of_a_model_in_evaluation_mode_is_dense(build, apply, ids, warnings):
+    model, prompt = build(attention_dropout=0.5), ids(200)
     with apply(model) as handle:
+        attention = model.model.layers[0].self_attn
+        query, key = torch.randn(1, 4, 200, 64), torch.randn(1, 2, 200, 64)
+        mask = headwise_mask(1, 200, 200, config=model.config)
+        headwise_attention(attention, query, key, key, mask, dropout=0.5)
+        assert handle.stats() == {"sparse": 0, "dense": {"attention dropout is on": 1}}
         model(prompt)
-        assert handle.stats()["sparse"] == 0
-    assert len(warnings()) == 1 and "dropout" in warnings()[0]
+        assert handle.stats()["sparse"] == 2
+    assert warnings() == ["serving densely: attention dropout is on"]
 
 
 def test_sparse_prefill_builds_no_mask(build, apply, ids, monkeypatch):

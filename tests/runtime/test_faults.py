@@ -10,14 +10,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import artifacts
 from artifacts import HeadwiseError
 from kernels import registry
 from kernels.attention import cpu
 from kernels.decode import cpu as decode_cpu
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
-from kernels.reference import Attention
-from kernels.registry import build_failure, build_guard
+from kernels.reference import Attention, Decode
+from kernels.registry import CannotBuildError, build_failure, build_guard
 from runtime import apply_dense
 from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
@@ -247,3 +248,69 @@ def test_chunk_by_selected_tokens_is_dense_if_no_kernel_builds(unbuilt, build, d
         assert handle.stats()["sparse"] == 0
     torch.testing.assert_close(actual, expected, **CLOSE)
     assert unbuilt
+
+
+@pytest.fixture
+def unbuildable(monkeypatch):
+    """No kernel can be built, and the reference must not serve."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise CannotBuildError("its kernel failed to build: RuntimeError: no assembler")
+
+    def refuses(call: Any) -> Any:
+        raise AssertionError("the reference served")
+
+    for module in (cpu, decode_cpu):
+        monkeypatch.setattr(module, "run", fails)
+    for oracle in (Attention, Decode):
+        monkeypatch.setattr(oracle, "run", refuses)
+
+
+@pytest.mark.parametrize("offload", ["never", "packed"])
+@pytest.mark.parametrize("changes", [{"selector": "uniform"}, {"prefill_ratio": 0.5}], ids=str)
+def test_decode_section_without_kernels_is_dense(
+    changes, offload, build, decoding, ids, unbuildable, warnings
+):
+    model, tokens = build(**LAYERS), ids(260)
+    expected = fed(model, tokens, (128, 128, 1))
+    with decoding(model, **changes).apply(model) as handle:
+        actual = fed(model, tokens, (128, 128, 1), handle.new_cache(offload=offload))
+        assert handle.stats()["decode"] == 0
+        assert handle.stats()["dense"]["no fast kernel"] > 0
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert any("its kernel failed to build" in line for line in warnings())
+    with (
+        decoding(model, **changes).apply(model, strict=True) as handle,
+        pytest.raises(HeadwiseError, match="its kernel failed to build"),
+    ):
+        fed(model, tokens, (128, 128, 1), handle.new_cache(offload=offload))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        artifacts.H2O(heavy=32, recent=32),
+        artifacts.Streaming(sinks=4, window=64),
+        artifacts.SnapKV(budget=64, window=8),
+    ],
+    ids=lambda policy: policy.kind,
+)
+def test_cache_that_drops_tokens_without_kernels_raises(policy, build, keeping, ids, unbuildable):
+    model = build()
+    with keeping(model, policy).apply(model) as handle:
+        cache = handle.new_cache()
+        for _ in range(2):
+            with pytest.raises(HeadwiseError) as raised:
+                model(ids(150), past_key_values=cache)
+            reason = str(raised.value)
+            if not reason.startswith("this cache holds tokens that no attention saw"):
+                assert "a cache that drops tokens cannot serve this call: no fast kernel" in reason
+                assert "cpu: its kernel failed to build: RuntimeError: no assembler" in reason
+        assert reason.startswith("this cache holds tokens that no attention saw")
+        with pytest.raises(HeadwiseError, match="cannot serve this call: no fast kernel"):
+            model(ids(1), past_key_values=handle.new_cache())
+    with (
+        keeping(model, policy).apply(model, backend="cpu") as handle,
+        pytest.raises(HeadwiseError, match="'cpu' cannot serve this call: its kernel failed"),
+    ):
+        model(ids(150), past_key_values=handle.new_cache())

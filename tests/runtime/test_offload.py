@@ -126,7 +126,7 @@ def test_offload_layers_unlike_first_of_group_stay_on_device(build, decoding):
         cache.update(torch.randn(1, 2, 50, dim), torch.randn(1, 2, 50, dim), layer)
     more = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32)
     assert not isinstance(cache.update(*more, 4)[0], OffloadedTensor)
-    assert [layer.keys is None for layer in cache.layers[3:]] == [True, False, True]
+    assert [not layer.tensors() for layer in cache.layers[3:]] == [True, False, True]
 
 
 def test_offload_bank_per_device_has_slot_per_layer(build, decoding):

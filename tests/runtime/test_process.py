@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan, make
 from runtime import LoadedArtifact
 from runtime.allocator import in_huge_pages, keep_freed_memory
@@ -164,7 +165,7 @@ def test_serving_leaves_no_objects(work, build, artifact_for, decoding, ids):
     def fail():
         cache = handle.new_cache()
         filtering(prompt, past_key_values=cache, use_cache=True)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(HeadwiseError, match="only the third size may differ"):
             filtering(ids(3, batch=2), past_key_values=cache, use_cache=True)
 
     def drop():

@@ -215,6 +215,7 @@ def record(**changes: Any) -> dict[str, Any]:
             figure("oracle", 0.95, "better"),
         ],
         "seen_by_search": [],
+        "fewer_prompts": [],
         **timed_record(times()),
         **changes,
     }
@@ -266,6 +267,17 @@ def test_markdown_has_the_same_table():
     html = cells(page(record()))
     assert result == html and result["headwise"][:7] == VALUES
     assert lines[0] == "## 64 tokens" and lines[2].startswith("Seconds to the first token")
+
+
+def test_reports_of_one_unit_show_no_interval_unless_all_right_or_wrong():
+    """One unit says nothing of the spread; Wilson's and Newcombe's formulas need none."""
+    for score, has_one in ((0.5, False), (1.0, True)):
+        estimates = summarize(scored("dense", [1.0]) + scored("headwise", [score]))
+        wanted = [vars(e) | {"length": 64} for e in estimates if e.measure == SCORE]
+        html = page(record(figures=wanted))
+        assert ("no interval for one unit" in html) != has_one
+        row = html.split('<th scope="row">headwise</th>')[1].split("</tr>")[0]
+        assert ("<small>" in row) == has_one
 
 
 def test_page_needs_nothing_else_and_names_its_setup():

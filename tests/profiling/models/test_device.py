@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from artifacts import HeadwiseError
 from artifacts.cli import command
 from artifacts.cli.options import CommandConfig
 from profiling.models.device import default_dtype, resolve_device, settled
+from tests.runtime.tiny import tiny_model
 
 
 class Options(CommandConfig):
@@ -62,7 +61,7 @@ def test_settled_reports_nothing_with_q(monkeypatch, capsys):
 
 
 def test_settled_of_a_loaded_model_takes_its_device_and_dtype(capsys):
-    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float16)
+    model = tiny_model().half()
     for asked in (Options(), Options(device="cuda", dtype="float32")):
         assert settled(asked, model) == Options(device="cpu", dtype="float16")
     assert capsys.readouterr().err == ""

@@ -12,7 +12,14 @@ import pytest
 
 from artifacts import HeadwiseError, window_arrays
 from profiling.prompts import held_out as module
-from profiling.prompts.held_out import Seen, seeded_prompts, text_of, unseen_prompts
+from profiling.prompts.held_out import (
+    Seen,
+    seeded_prompts,
+    text_of,
+    unit_means,
+    units,
+    unseen_prompts,
+)
 from profiling.prompts.prompt import KINDS, Prompt, make_prompts
 from profiling.prompts.words import sentences
 from tests.profiling.prompts.files import LONG, count_overlaps, file_task
@@ -33,6 +40,12 @@ def story(path: Path, characters: int) -> str:
     source = sentences(random.Random(0))
     path.write_text("".join(f"{i}. {next(source)}" for i in range(4000))[:characters])
     return f"text:{path}"
+
+
+def story_of(number: int) -> str:
+    """A text of more than LENGTH tokens like no other one."""
+    source = sentences(random.Random(number))
+    return "".join(f"{number}.{i} {next(source)}" for i in range(60))
 
 
 def common(a: Prompt, b: Prompt) -> bool:
@@ -93,7 +106,7 @@ def test_held_out_of_a_text_seen_whole_is_refused(tokenizer, tmp_path):
     with pytest.raises(HeadwiseError, match=r"text:a\.txt is too short .*: 1 x 1000 tokens"):
         held_out(task, tokenizer, 1, 0, seen)
     unseen = unseen_prompts(task, tokenizer, length=LENGTH, samples=3, seed=0, seen=seen)
-    assert unseen.overlapping == 3 and unseen.prompts == prompts_of(task, tokenizer, 3)
+    assert unseen.overlapping == 1 and unseen.prompts == prompts_of(task, tokenizer, 3)
 
 
 def test_held_out_prompts_are_disjoint(tokenizer, tmp_path):
@@ -107,8 +120,7 @@ def test_held_out_prompts_are_disjoint(tokenizer, tmp_path):
 
 def test_held_out_records_of_a_file_are_other_records(tokenizer, tmp_path):
     path = tmp_path / "asked.jsonl"
-    source = sentences(random.Random(1))
-    texts = ["".join(f"{r}.{i} {next(source)}" for i in range(60)) for r in range(3)]
+    texts = [story_of(number) for number in range(3)]
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     task = f"jsonl:{path}"
     for seed in range(5):
@@ -198,3 +210,47 @@ def test_unseen_prompts_ignores_repeated_filler(kind, tokenizer):
     options = {"length": LENGTH, "samples": 2, "seed": 1, "seen": Seen([seen])}
     assert unseen_prompts(kind, tokenizer, **options).overlapping == 0
     assert len(module.held_out([kind], tokenizer, **options)) == 2
+
+
+def test_units_join_prompts_that_are_not_independent(tokenizer, tmp_path):
+    story(tmp_path / "a.txt", 8 * LENGTH)
+    (tmp_path / "copy.txt").write_text((tmp_path / "a.txt").read_text())
+    (tmp_path / "again.txt").write_text((tmp_path / "a.txt").read_text()[: LENGTH // 2] * 16)
+
+    def counts(*tasks: str, samples: int = 3) -> list[int]:
+        made = [
+            prompt
+            for task in tasks
+            for prompt in prompts_of(task.replace(":", f":{tmp_path}/"), tokenizer, samples)
+        ]
+        return sorted(map(len, units(made)))
+
+    # Filler, generated or all alike, is part of a task; windows of a text share nothing.
+    for task in ("passkey", "niah_single_1", "vt", "prose", "text:a.txt", "niah_single_2:a.txt"):
+        assert counts(task) == [1, 1, 1], task
+    assert counts("line_turns@questions=2", samples=4) == [2, 2]
+    # Other parameters change the same prompt.
+    assert counts("passkey@depth=0", "passkey@depth=1") == [2, 2, 2]
+    assert counts("kv_retrieval", "kv_retrieval@question_first=1", "passkey") == [1, 1, 1, 2, 2, 2]
+    # Other needles in one text, in a copy of it, and a text that repeats itself.
+    pairs = [2] * len(counts("text:a.txt", samples=9))
+    assert len(pairs) > 3
+    assert counts("text:a.txt", "passkey:a.txt", samples=9) == pairs
+    assert counts("niah_single_2:copy.txt", "niah_single_3:a.txt", samples=9) == pairs
+    assert counts("text:again.txt") == [3]
+
+
+def test_units_of_questions_on_one_document_are_one(tokenizer, tmp_path):
+    path = tmp_path / "asked.jsonl"
+    texts = [story_of(number) for number in range(3)]
+    lines = [{"prompt": f"{text} Question {at}?"} for text in texts for at in range(4)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    made = prompts_of(f"jsonl:{path}", tokenizer, 99)
+    documents = units(made)
+    assert [len(unit) for unit in documents] == [4, 4, 4]
+    values = [float(at in documents[1]) for at in range(12)]
+    assert unit_means(values, documents) == [0, 1, 0]
+    # Those that are held out share nothing at all.
+    assert len(held_out(f"jsonl:{path}", tokenizer, 3, 0, Seen())) == 3
+    with pytest.raises(HeadwiseError, match="too short"):
+        held_out(f"jsonl:{path}", tokenizer, 4, 0, Seen())

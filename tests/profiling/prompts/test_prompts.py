@@ -10,8 +10,9 @@ import re
 import pytest
 
 from artifacts import HeadwiseError
-from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, digest, fewer_sentences, make_prompts, parse_task
 from profiling.prompts.tokens import Encoder
+from tests.profiling.prompts.files import LONG, count_overlaps, file_task
 from tests.profiling.tokenizers import MAKERS, byte_level
 
 
@@ -55,15 +56,32 @@ def test_text_windows_are_disjoint_parts_of_the_text(story):
     assert all(b - a >= shortest for a, b in itertools.pairwise(places)), "windows overlap"
 
 
-def test_text_windows_of_a_short_text_overlap(tmp_path):
+@pytest.mark.parametrize("kind", ["text", "passkey", "niah_single_2", "multi_hop"])
+def test_make_prompts_of_a_short_text_makes_disjoint_prompts_alone(kind, tmp_path):
+    """At most as many as fit, of every seed in the same cells of the text, which tasks share."""
     tokenizer = byte_level()
-    file = tmp_path / "short.txt"
-    file.write_text("".join(map(str, range(400))), encoding="utf-8")
-    total = len(tokenizer(file.read_text())["input_ids"])
-    prompts = make_prompts(f"text:{file}", tokenizer, length=total - 4, samples=5, seed=0)
-    assert len(set(prompts)) == 5
-    with pytest.raises(HeadwiseError, match=f"short.txt .* {total} tokens"):
-        make_prompts(f"text:{file}", tokenizer, length=total - 4, samples=6, seed=0)
+    task = file_task(kind, tmp_path / "short.txt", 5)
+    size = len(tokenizer((tmp_path / "short.txt").read_text())["input_ids"])
+    cells = set()
+    for seed in (0, 1):
+        options = {"length": LONG, "seed": seed}
+        prompts = make_prompts(task, tokenizer, samples=12, **options)
+        count = size // LONG
+        assert len(prompts) == count > 2
+        assert prompts[:2] == make_prompts(task, tokenizer, samples=2, **options)
+        for one, other in itertools.combinations(prompts, 2):
+            assert count_overlaps([one], [other]) == 0
+        cells.add(tuple(sorted(prompt.cell for prompt in prompts)))
+    rest = size % LONG // 2
+    assert cells == {tuple((rest + at * LONG, rest + (at + 1) * LONG) for at in range(count))}
+    name = f"{kind}:short.txt"
+    assert fewer_sentences([task], prompts, length=LONG, samples=count) == []
+    assert fewer_sentences([task], prompts, length=LONG, samples=12) == [
+        f"{count} of 12 prompts of {name} at {LONG} tokens: there is no more text that does not "
+        "overlap"
+    ]
+    with pytest.raises(HeadwiseError, match=f"short.txt is too short.* has {size} tokens"):
+        make_prompts(task, tokenizer, length=size + LONG, samples=1, seed=0)
 
 
 def test_jsonl_prompts_keep_their_end_and_answer(tmp_path):
@@ -132,7 +150,7 @@ def test_parse_task_refuses_other_text(task, says):
         ("jsonl", b'{"prompt": 3}', "line 1: prompt"),
         ("jsonl", b'{"prompt": "x", "answer": 3}', "line 1: answer"),
         ("jsonl", b'{"prompt": "\\ud83d"}', "line 1: half of a surrogate pair"),
-        ("jsonl", b'{"prompt": "\\ud83d\\ude00"}', "0 prompts of at least 500"),
+        ("jsonl", b'{"prompt": "\\ud83d\\ude00"}', "no prompt of at least 500"),
         ("jsonl", b"[" * 100_000, "bad.file, line 1: not"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 import re
 from collections import Counter
 
@@ -63,14 +63,16 @@ def test_haystack_of_a_file_is_a_part_of_it(tmp_path):
     tokenizer = byte_level()
     whole = len(tokenizer(text)["input_ids"])
     encode = Encoder(tokenizer)
-    stretch = haystacks.of_file(
-        Request(name="x", encode=encode, text=file, length=1, samples=1, seed=0)
-    )
-    for room in (0, 1, 7, 300, whole // 2):
-        pieces = stretch(room, random.Random(room))
-        assert sum(map(len, pieces)) == room and all(pieces)
-        result = tokenizer.decode([token for piece in pieces for token in piece])
-        assert result.strip("\ufffd") in text
+    for length in (310, 2 * whole):
+        haystack = haystacks.read_file(
+            Request(name="x", encode=encode, text=file, length=length, samples=1, seed=0)
+        )
+        assert len(haystack.cells) == max(1, whole // length)
+        for cell, room in itertools.product(haystack.cells, (0, 1, 7, 300)):
+            pieces = haystack.within(cell, room)
+            assert sum(map(len, pieces)) == room and all(pieces)
+            result = tokenizer.decode([token for piece in pieces for token in piece])
+            assert result.strip("\ufffd") in text
 
 
 def test_hide_inserts_at_the_nearest_bound():

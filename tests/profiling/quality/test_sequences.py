@@ -15,8 +15,9 @@ from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import attending
-from profiling.prompts.prompt import Prompt
+from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.sequences import Reference, TokenSequence, planned, sequences
+from tests.profiling.prompts.files import LONG, file_task
 from tests.profiling.tokenizers import byte_level
 from tests.runtime.tiny import tiny_model
 
@@ -37,6 +38,18 @@ def one(model):
         ids[CONTEXT] = int(model(torch.tensor([ids[:CONTEXT]])).logits[0, -1].argmax())
     answers = ((50, 52), (CONTEXT, CONTEXT + 1), (205, 209), (229, 230))
     return TokenSequence(task="kv", ids=tuple(ids), context=CONTEXT, answers=answers)
+
+
+def test_sequences_of_one_text_are_one_unit(tmp_path):
+    tokenizer = byte_level()
+    file = file_task("text", tmp_path / "a.txt", 4).partition(":")[2]
+    prompts = [
+        prompt
+        for task in (f"passkey:{file}", f"niah_single_2:{file}", "kv_retrieval")
+        for prompt in make_prompts(task, tokenizer, length=LONG, samples=2, seed=0)
+    ]
+    names = [sequence.unit for sequence in sequences(prompts, tokenizer)]
+    assert set(names[:2]) == set(names[2:4]) and len(set(names)) == 4
 
 
 def test_sequences_join_prompts_of_one_context():

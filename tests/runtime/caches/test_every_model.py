@@ -10,7 +10,8 @@ from torch import Tensor
 
 import artifacts
 from artifacts import Full, HeadwiseError, Streaming
-from runtime import LoadedArtifact
+from profiling.quality.method import Method
+from runtime import LoadedArtifact, apply_dense
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers, text_config
 from tests.runtime.batches import fed
@@ -24,7 +25,7 @@ CAUSES = {
     "zaya": "LinearAttentionAndFullAttentionLayer in transformers: the kv_cache section",
     "inkling_text": "LinearAttentionAndSlidingWindowAttentionLayer in transformers: the kv_cache",
     "gemma3n_text": "reads the keys and values of another layer",
-    "minimax": "MiniMaxForCausalLM cannot be called with such a cache: MiniMax uses cache",
+    "minimax": "no cache for MiniMaxForCausalLM: it takes a cache class of its own .MiniMaxCache.",
     "diffllama": r"layer 0 \(DiffLlamaAttention\) computes with keys or values between its cache",
     "jetmoe": r"layer 0 \(JetMoeAttention\) computes with keys or values between its cache",
     "doge": r"layer 0 \(DogeAttention\) computes with keys or values between its cache",
@@ -116,6 +117,32 @@ def test_new_cache_rejects_unsupported_model_before_prompt(model_type):
         handle.new_cache()
     assert "\n" not in str(error.value)
     assert model.config._attn_implementation == former
+
+
+def test_new_cache_without_sections_rejects_model_with_cache_class_of_its_own(ids):
+    model = tiny_causal("minimax")
+    with apply_dense(model) as handle:
+        with pytest.raises(HeadwiseError, match=CAUSES["minimax"]) as error:
+            handle.new_cache()
+        assert "\n" not in str(error.value)
+        # It makes its own.
+        assert model(ids(44), use_cache=True).past_key_values.get_seq_length() == 44
+    dense = Method(name="dense", make=lambda: None, identity="dense")
+    with pytest.raises(HeadwiseError, match=CAUSES["minimax"]):
+        dense.cache(model)
+
+
+def test_new_cache_rejects_model_that_takes_no_cache(monkeypatch):
+    model = tiny_causal("llama")
+
+    def forward(self, input_ids=None, **options):
+        raise AssertionError
+
+    with apply_dense(model) as handle:
+        for cls in (type(model), type(model.model)):
+            monkeypatch.setattr(cls, "forward", forward)
+        with pytest.raises(HeadwiseError, match="forward takes no past_key_values; leave"):
+            handle.new_cache()
 
 
 def refused(error: HeadwiseError) -> bool:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 import artifacts
 from artifacts import H2O, Full, HeadwiseError, SnapKV, Streaming
 from runtime import LoadedArtifact, memory_report
+from runtime.caches.snapkv import _warn_short
 from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
 
@@ -247,3 +248,49 @@ def test_apply_rehearsal_is_not_counted_and_keeps_no_state(build, keeping):
     with headwise.apply(model):
         assert len(calls) == 1
     hook.remove()
+
+
+@pytest.mark.parametrize("size", [12, 40])
+def test_snapkv_in_chunks_below_its_window_warns_once(size, build, keeping, ids, warnings):
+    _warn_short.cache_clear()
+    model = build()
+    with keeping(model, SnapKV(budget=100, window=64)).apply(model) as handle:
+        whole, chunks, short = (handle.new_cache() for _ in range(3))
+        fed(model, ids(240), (200, 40), whole)
+        fed(model, ids(90), (40,), short)
+        assert not warnings(), "a short last chunk, and a prompt within the budget"
+        fed(model, ids(240), (size,), chunks)
+        fed(model, ids(240), (size,), handle.new_cache())
+    kept = [memory_report(cache).layers[0].kept for cache in (whole, chunks)]
+    assert kept == [140, 240]
+    (line,) = warnings()
+    assert "snapkv has kept every token: no call was as long as its window of 64 tokens" in line
+
+
+def test_rotation_that_changes_with_length_depends_on_chunks_like_dynamic_cache(
+    build, keeping, ids
+):
+    model = build("Phi3LongRoPE", original_max_position_embeddings=128)
+    policy = Streaming(sinks=4, window=300, positions="original")
+    sizes = (220,), (100, 60)
+    expected = [fed(model, ids(220), each, DynamicCache(config=model.config)) for each in sizes]
+    with keeping(model, policy).apply(model) as handle:
+        actual = [fed(model, ids(220), each, handle.new_cache()) for each in sizes]
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert (expected[0] - expected[1]).abs().max() > 1
+
+
+def test_packed_prompts_are_apart_without_mask_and_cache_only(build, apply, ids):
+    model, parts = build(), (ids(150), ids(130))
+    row = torch.cat(parts, dim=1)
+    positions = torch.cat([torch.arange(150), torch.arange(130)])[None]
+    alone = torch.cat([model(part).logits for part in parts], dim=1)
+    ones = {"attention_mask": torch.ones_like(row), "use_cache": False}
+    together = model(row, position_ids=positions, **ones).logits
+    with apply(model, dense=True):
+        packed = model(row, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(packed, alone, **CLOSE)
+        for more in (ones, {"use_cache": True}):
+            actual = model(row, position_ids=positions, **more).logits
+            torch.testing.assert_close(actual, together, **CLOSE)
+    assert (together - alone).abs().max() > 1

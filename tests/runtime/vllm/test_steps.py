@@ -294,7 +294,8 @@ def test_profiling_run_builds_index_of_longest_prompt(engine, monkeypatch, longe
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
     query, output = torch.randn(200, H, D).to(EIGHT), torch.ones(200, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, output)
-    assert built == wanted and not output.any()
+    # Two launches on one page show whether the kernels can be built.
+    assert built == [(64, 64)] * 2 + wanted and not output.any()
 
 
 class Operations(TorchDispatchMode):

@@ -22,6 +22,7 @@ from search.model.losses import (
     loss_by_task,
     lost_fraction,
     mean_kl,
+    perplexity_rise,
     pooled,
     task_figures,
 )
@@ -220,6 +221,25 @@ def test_pooled_answers_of_one_context_are_one_unit():
     assert unit.answers == 6 and unit.lost == 4
     *_, pool = task_figures(contexts)
     assert (pool.task, pool.prompts, pool.loss_low) == (POOL, 1, None)
+
+
+def test_pooled_tasks_of_one_text_are_counted_by_its_windows():
+    contexts = [
+        replace(facts(0.1, at), unit=str(at), digest=f"{task}{at}", task=task)
+        for task in ("a", "b")
+        for at in range(4)
+    ]
+    *_, pool = task_figures(contexts)
+    assert (pool.task, pool.prompts, pool.answers) == (POOL, 4, 320)
+
+
+def test_windows_that_share_text_are_one_unit():
+    windows = [
+        ContextLoss(task="prose", digest=str(at), kl=0.0, text=0.01 * at, unit=str(at // 2))
+        for at in range(4)
+    ]
+    interval = perplexity_rise(windows, 0.95)
+    assert interval.count == 2 and interval.value == pytest.approx(exp(0.015) - 1)
 
 
 def test_pool_leaves_text_out():

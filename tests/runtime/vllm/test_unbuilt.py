@@ -1,0 +1,91 @@
+"""Kernels that cannot be built: vLLM's own attention serves, or the engine stops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from artifacts import HeadwiseError
+from kernels.reference import Attention, Decode
+from kernels.registry import CannotBuildError
+from tests.runtime.vllm.conftest import CLOSE, LAYER, D, H, Parent, by_selection, serve, step
+from tests.runtime.vllm.test_steps import (
+    filter_layer,
+    layer_of_patterns,
+    layer_that_elects,
+    layer_that_streams,
+)
+
+
+@pytest.fixture
+def unbuilt(monkeypatch):
+    """No kernel can be built, and the reference must not serve."""
+
+    def fails(call: Any) -> Any:
+        raise CannotBuildError("its kernel failed to build: RuntimeError: no assembler")
+
+    def refuses(call: Any) -> Any:
+        raise AssertionError("the reference served")
+
+    monkeypatch.setattr("kernels.attention.cpu.run", fails)
+    monkeypatch.setattr("kernels.decode.cpu.run", fails)
+    calls = []
+    forward = Parent.forward
+
+    def counted(self: Any, *args: Any) -> Tensor:
+        calls.append(args)
+        with monkeypatch.context() as patch:
+            patch.setattr(Attention, "run", reference)
+            return forward(self, *args)
+
+    reference = Attention.run
+    monkeypatch.setattr(Attention, "run", refuses)
+    monkeypatch.setattr(Decode, "run", refuses)
+    monkeypatch.setattr(Parent, "forward", counted)
+    return calls
+
+
+UNBUILT = "no fast kernel: .*cpu: its kernel failed to build: RuntimeError: no assembler"
+
+
+@pytest.mark.parametrize("requests", [((200, 200), (1, 90)), ((1, 300), (1, 20)), ((30, 300),)])
+def test_layer_whose_kernels_do_not_build_is_left_to_vllm(engine, unbuilt, requests, caplog):
+    if engine.ours:
+        with pytest.raises(HeadwiseError, match=f"vLLM's own attention cannot .*: {UNBUILT}"):
+            serve(engine, step(*requests))
+        assert not unbuilt
+        return
+    outs, inputs, _ = serve(engine, step(*requests))
+    for out, each in zip(outs, inputs, strict=True):
+        torch.testing.assert_close(out, by_selection(each), **CLOSE)
+    assert len(unbuilt) == 1
+    fallbacks = engine.at_work.counters.report()["fallbacks"]
+    assert fallbacks["vLLM's own attention serves"] == 1
+    assert "its kernel failed to build" in caplog.text
+
+
+@pytest.mark.parametrize("layer", [layer_of_patterns, layer_that_streams, layer_that_elects])
+def test_kernels_that_do_not_build_show_in_profiling_run(engine, unbuilt, layer, caplog):
+    layer(engine)
+    engine.at_work.longest = 1024
+    query = torch.randn(256, H, D)
+    arguments = LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query)
+    if not engine.ours and engine.layer.get("policy") is None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
+            assert not engine.impl.forward(*arguments).any()
+        assert "its kernel failed to build" in caplog.text
+    else:
+        with pytest.raises(HeadwiseError, match=UNBUILT):
+            engine.impl.forward(*arguments)
+
+
+def test_processes_that_select_together_stop_without_kernels(engine, unbuilt):
+    filter_layer(engine, requests=1)
+    engine.at_work.size = 2
+    with pytest.raises(HeadwiseError, match=UNBUILT):
+        serve(engine, step((1, 1024)))
+    assert not unbuilt
