@@ -21,8 +21,10 @@ from artifacts import HeadwiseError
 from artifacts.cli.arguments import DTYPES
 from artifacts.errors import one_line, shorten
 from profiling.inside.capture import capture
+from profiling.models.completeness import complete_model
 from profiling.models.device import check_device, default_dtype, resolve_device
 from profiling.models.gguf import converted, model_name, read_config, read_tokenizer
+from profiling.models.gguf_header import shards
 from profiling.models.packages import PACKAGES, package_files, package_revision
 
 
@@ -114,8 +116,9 @@ def check_attention(model: Any, name: str) -> None:
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
         capture(model, tokens, lambda inputs: None)
-    except HeadwiseError as error:
-        raise HeadwiseError(f"cannot use {name}: {error}") from None
+    # A HeadwiseError, or accelerate's of a weight of another shape in the files.
+    except ValueError as error:
+        raise HeadwiseError(f"cannot use {name}: {one_line(str(error))}") from None
 
 
 def load_tokenizer(spec: str, *, revision: str | None = None) -> Any:
@@ -180,7 +183,8 @@ def _find(spec: str, revision: str | None) -> _Source:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise HeadwiseError(f"unknown model {shorten(spec)}: there is no such file")
-        return _Source(name=model_name(path), gguf=(path,))
+        files = shards(path)
+        return _Source(name=model_name(files[0]), gguf=files)
     if local:
         _check_folder(path, spec)
         return _Source(name=path.resolve().name, place=str(path))
@@ -232,9 +236,7 @@ def _load(source: _Source, dtype: str, placement: dict[str, Any]) -> tuple[Any, 
         raise HeadwiseError(f"{source.name} ({config.model_type}) is not a causal language model")
     with _one_line_of(source, options):
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, dtype), **placement, **options
-        )
+        model = complete_model(place, dtype=getattr(torch, dtype), **placement, **options)
     if source.gguf:
         # Else the folder of the conversion, whose name is a hash.
         model.name_or_path = source.name
