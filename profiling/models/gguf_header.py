@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 import shutil
 import struct
@@ -144,7 +145,7 @@ def shards(path: Path) -> tuple[Path, ...]:
     if not isinstance(count, int) or count < 2:
         return (path,)
     shown = one_line(path.name)
-    for named in (path, path.resolve()):
+    for named in (path, Path(os.path.realpath(path))):
         match = _SHARD.fullmatch(named.stem)
         if match and int(match[3]) == count:
             break
@@ -157,7 +158,7 @@ def shards(path: Path) -> tuple[Path, ...]:
         named.with_name(f"{match[1]}-{number:05}-of-{count:05}{path.suffix}")
         for number in range(1, count + 1)
     ]
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not os.path.isfile(file)]
     if missing:
         raise HeadwiseError(
             f"{shown} is one of {count} files of a model, and {len(missing)} of them are missing "

@@ -171,8 +171,10 @@ def local_folder(package: str, *, dtype: str) -> str:
 
 
 def _find(spec: str, revision: str | None) -> _Source:
-    path = Path(spec).expanduser()
-    local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)
+    path = Path(os.path.expanduser(spec))
+    local = (
+        spec in PACKAGES or path.suffix == ".gguf" or os.path.exists(path) or _looks_like_path(spec)
+    )
     if local and revision is not None:
         raise HeadwiseError(
             f"--revision {revision} is for a model on the hub, {shorten(spec)} is not from there"
@@ -181,13 +183,13 @@ def _find(spec: str, revision: str | None) -> _Source:
         files = tuple(package_files(spec))
         return _Source(name=spec, revision=package_revision(spec), gguf=files)
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise HeadwiseError(f"unknown model {shorten(spec)}: there is no such file")
         files = shards(path)
         return _Source(name=model_name(files[0]), gguf=files)
     if local:
         _check_folder(path, spec)
-        return _Source(name=path.resolve().name, place=str(path))
+        return _Source(name=Path(os.path.realpath(path)).name, place=str(path))
     return _Source(name=spec, revision=revision, place=spec, on_hub=True)
 
 
@@ -201,11 +203,11 @@ def _looks_like_path(spec: str) -> bool:
 
 
 def _check_folder(path: Path, spec: str) -> None:
-    if not path.exists() or not spec:
+    if not os.path.exists(path) or not spec:
         raise HeadwiseError(f"unknown model {shorten(spec)}: there is no such folder")
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise HeadwiseError(f"unknown model {shorten(spec)}: neither a folder nor a .gguf file")
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):
         raise HeadwiseError(
             f"the folder {shorten(spec)} is no model for transformers: it has no config.json"
         )
