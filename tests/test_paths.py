@@ -76,6 +76,9 @@ def test_python_functions_refuse_a_wrong_path_in_one_line(wrong, saved, make, ar
         lambda path: artifacts.save(make(), path, arrays),
         lambda path: artifacts.update(saved, lambda *pair: pair, out=path),
     ]
+    if os.path.islink(wrong):
+        # A write replaces a link.
+        writers = []
     for call in (*readers, *writers):
         with pytest.raises(HeadwiseError) as caught:
             call(wrong)
@@ -86,7 +89,7 @@ def test_python_functions_refuse_a_wrong_path_in_one_line(wrong, saved, make, ar
         pass
 
 
-@pytest.mark.parametrize("wrong", ["long", "null", "through", "loop"], indirect=True)
+@pytest.mark.parametrize("wrong", ["long", "null", "through"], indirect=True)
 def test_atomic_write_of_a_wrong_path_is_one_line(wrong, tmp_path):
     before = set(tmp_path.iterdir())
     with pytest.raises(HeadwiseError):
