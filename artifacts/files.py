@@ -119,6 +119,21 @@ def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+class _WritableError(Exception):
+    """The folder can be written: it is removed again."""
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Check that an output folder can be made and written, before long work; leave nothing.
+
+    Raises:
+        HeadwiseError: it cannot.
+    """
+    with contextlib.suppress(_WritableError), out_folder(path):
+        check_writable(Path(path) / "file")
+        raise _WritableError
+
+
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file, or a link to one, for reading; never block on a pipe or device.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
 from artifacts.cli.command import one_process
-from artifacts.files import check_writable
+from artifacts.files import check_folder, check_writable
 from profiling.evaluation.config import (
     DEFAULT_METHODS,
     DEPTHS,
@@ -90,6 +90,7 @@ def _check(
 ) -> None:
     """Raise HeadwiseError for requests that the artifact cannot serve, before a model is loaded."""
     check_lengths(artifact, quality.lengths)
+    check_folder(config.out)
     if config.attach:
         check_writable(config.configs[0])
     for name in quality.methods:

@@ -32,7 +32,7 @@ from search.model.refine import refine
 from search.model.run import SearchRun
 from search.model.scored_prompts import score_prompts
 from search.model.speed import time_attention, time_prefills
-from search.model.start import start_run
+from search.model.start import check_backend, start_run
 from search.model.timed_costs import time_candidates
 from search.study import check_storage
 
@@ -53,7 +53,10 @@ def run(config: ModelSearch, loaded: LoadedModel | None = None) -> SearchRun | N
     if config.picture:
         import_module("matplotlib")
     check_writable(config.out)
+    check_backend(config.backend)
     with ranks() as joined:
+        if joined.is_first:
+            check_storage(config.storage)
         if loaded is None:
             config = settled(config, quiet=not joined.is_first)
             with joined.main_process_first():
@@ -85,8 +88,6 @@ def search_model(
     first = next(held_out)
     held_out = chain([first], held_out)
 
-    if joined.is_first:
-        check_storage(config.storage)
     started = start_run(
         config,
         loaded,
