@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ class Ledger:
             try:
                 # Every rank: ranks on other machines may have a separate folder.
                 self.folder.mkdir(exist_ok=True)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise HeadwiseError(
                     f"cannot make the folder {shorten(str(self.folder), 400)}: {reason(error)}"
                 ) from None
@@ -142,7 +143,7 @@ class Ledger:
 
     def close(self) -> None:
         """Release it for others; finished jobs stay."""
-        if self._ranks.is_first and self.folder.is_dir() and not len(self):
+        if self._ranks.is_first and os.path.isdir(self.folder) and not len(self):
             self.remove()
         self._stack.close()
 

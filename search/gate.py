@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from artifacts import Artifact, Evidence, HeadwiseError, TaskFigures, Verdict, load_pair
 from artifacts.cli.arguments import (
@@ -90,11 +90,18 @@ class Config(CommandConfig):
             "four times as many contexts of each task, twice as many windows of a text",
             group=ADVANCED,
         ),
+        Field(ge=1),
     ] = 1
     seed: Seed = 0
     dtype: Dtype = "auto"
     device: Device = "auto"
     as_json: Json = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for task in self.tasks or ():
+            parse_task(task)
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +144,6 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
     if config.out is not None:
         check_writable(config.out)
     artifact, arrays = load_pair(config.config)
-    for task in config.tasks or ():
-        parse_task(task)
     length = _length(config, artifact)
     if loaded is None:
         config = settled(config)

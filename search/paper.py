@@ -38,7 +38,7 @@ from search.model.record import save_record, search_info
 from search.model.rows import as_artifact_pattern, score_arrays, winners
 from search.model.run import SearchRun
 from search.model.scoring import estimate_of, prepare_all
-from search.model.start import start_run
+from search.model.start import check_backend, start_run
 from search.paper_config import PaperSearch
 
 SPACE: tuple[Pattern, ...] = (
@@ -67,6 +67,7 @@ def run(config: PaperSearch) -> SearchRun:
     began = time.monotonic()
     config = settled(config)
     check_writable(config.out)
+    check_backend(config.backend)
     parse_task(config.calibration)
     target = target_tiles(config.budget, config.length, config.dense_tail)
     loaded = load_model(

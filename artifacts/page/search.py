@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from artifacts.errors import number, plural
 from artifacts.page.layout import aligned
 from artifacts.schema.artifact import Artifact
+from artifacts.schema.front import Front, Point
 from artifacts.schema.search import SearchInfo
 from artifacts.store.front_rows import served_point
 
@@ -71,6 +72,16 @@ def lengths(artifact: Artifact) -> Iterator[Row]:
         yield "", f"sizes grow in proportion on prompts of more than {prefill.length:,} tokens"
 
 
+def _answers(point: Point, section: Front) -> str:
+    """Right answers lost, less those won, of all that dense attention gets right."""
+    if point.lost is None:
+        return "-"
+    if point.won is None:
+        return f"{point.lost:,} of {section.dense_right:,}, without those won"
+    net = point.lost - point.won
+    return f"{net:,} of {section.dense_right:,} ({point.lost:,} lost, {point.won:,} won)"
+
+
 def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     """Points of the front, the cheapest first, with a mark at the served point."""
     section = artifact.prefill.front
@@ -78,7 +89,7 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         return []
     unit = {"seconds": " s", "flops": " FLOPs"}[section.unit]
     served = served_point(artifact, arrays)
-    rows = [["", "attention", "speedup", "kl", "recall", "density", "lost answers"]]
+    rows = [["", "attention", "speedup", "kl", "recall", "density", "answers lost"]]
     for i, point in enumerate(section.points):
         figures = [
             f"{point.speedup:.2f}x",
@@ -86,15 +97,12 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
             f"{point.recall:.4f}",
             f"{point.density:.4f}",
         ]
-        if point.lost is None:
-            lost = "-"
-        else:
-            lost = f"{point.lost:,} of {section.dense_right:,}"
         if i == served:
             mark = "*"
         else:
             mark = ""
-        rows.append([mark, f"{number(point.cost)}{unit}", *figures, lost])
+        answers = _answers(point, section)
+        rows.append([mark, f"{number(point.cost)}{unit}", *figures, answers])
     return [
         f"front at {section.length:,} tokens (*: served by default)",
         *aligned(rows, indent=2),

@@ -40,6 +40,10 @@ class Point(Record):
             "of the answers that dense attention gets right (`dense_right`), those that are lost"
         ),
     )
+    won: Natural | None = Field(
+        default=None,
+        description="answers that dense attention gets wrong and the patterns right",
+    )
 
 
 class Front(Record):
@@ -62,7 +66,7 @@ class Front(Record):
         ),
     )
     measured_on: Literal["calibration", "held_out"] = Field(
-        description="the prompts of `kl`, `recall` and `lost`"
+        description="the prompts of `kl`, `recall`, `lost` and `won`"
     )
     points: Annotated[Items[Point], Field(min_length=1, max_length=MAX_POINTS)] = Field(
         description="ascending in cost and descending in kl: none is beaten in both; at most 32"
@@ -87,6 +91,8 @@ class Front(Record):
                     f"{expected:g}"
                 )
             check_lost(point.lost, self.dense_right)
+            if point.won is not None and point.lost is None:
+                raise ValueError(f"points[{i}].won is {point.won}, but lost is null")
         return self
 
     def choose(self, point: str) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from artifacts import Artifact, HeadwiseError
+from artifacts.errors import reason, shorten
 from artifacts.store.hashing import canonical_json
 from profiling.evaluation.config import ALL_TASKS, GRID, Evaluation
 from profiling.evaluation.methods import Methods
@@ -164,8 +165,10 @@ def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
     """Open the resume file of all evaluations in a folder; it stays for later runs."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {folder}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise HeadwiseError(
+            f"cannot make the folder {shorten(str(folder), 400)}: {reason(error)}"
+        ) from None
     return Ledger(folder / OUTPUT, "evaluate", fresh=fresh)
 
 

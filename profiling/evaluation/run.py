@@ -7,7 +7,7 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
 from artifacts.cli.command import one_process
-from artifacts.files import check_writable
+from artifacts.files import check_folder, check_writable
 from profiling.evaluation.config import (
     DEFAULT_METHODS,
     DEPTHS,
@@ -102,6 +102,7 @@ def _check(
             raise HeadwiseError(
                 f"{file} and {config.configs[0]} do not go together: {error}"
             ) from None
+    check_folder(config.out)
     if config.attach:
         check_writable(config.configs[0])
     for name in quality.methods:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,6 @@ def _own_name(model: Any) -> str:
     name = model.name_or_path
     if not name:
         return type(model).__name__
-    if Path(name).exists():
-        return Path(name).resolve().name
+    if os.path.exists(name):
+        return Path(os.path.realpath(name)).name
     return name

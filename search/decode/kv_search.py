@@ -33,7 +33,13 @@ from profiling.models.device import settled
 from profiling.models.loading import LoadedModel
 from profiling.progress import announce, phase
 from profiling.prompts.held_out import unit_means, units
-from profiling.prompts.prompt import Prompt, digest, fewer_sentences, make_prompts
+from profiling.prompts.prompt import (
+    Prompt,
+    digest,
+    fewer_sentences,
+    make_prompts,
+    parse_task,
+)
 from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, check_section, layer_kinds, window_of
 from search.decode.section_search import SectionSearch, beyond_chance
@@ -92,6 +98,8 @@ class KVSearch(CommandConfig):
             raise HeadwiseError(
                 "--target-bytes needs --context, and --context needs --target-bytes"
             )
+        for task in self.tasks:
+            parse_task(task)
         if self.forced >= self.length:
             raise HeadwiseError(
                 f"--forced must be below --length ({self.length}), got {self.forced}"

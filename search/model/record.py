@@ -166,8 +166,10 @@ def _front(run: SearchRun) -> list[tuple[FrontPoint, Allocation]]:
         curves = run.heads.curves[allocation.tail]
         density = run.density(allocation.tail)
         lost = None
+        won = None
         if any(context.dense_right for context in losses):
             lost = sum(context.lost for context in losses)
+            won = sum(context.won for context in losses)
         point = FrontPoint(
             cost=allocation.cost,
             speedup=dense_cost / allocation.cost,
@@ -176,6 +178,7 @@ def _front(run: SearchRun) -> list[tuple[FrontPoint, Allocation]]:
             density=min(1.0, float(np.nanmean(allocation.pick(density)))),
             dense_tail=allocation.tail,
             lost=lost,
+            won=won,
         )
         points.append((point, allocation))
     return points

@@ -38,7 +38,7 @@ from search.model.refine import refine
 from search.model.run import SearchRun
 from search.model.scored_prompts import score_prompts
 from search.model.speed import time_attention, time_prefills
-from search.model.start import start_run
+from search.model.start import check_backend, start_run
 from search.model.timed_costs import time_candidates
 from search.study import check_storage
 
@@ -59,7 +59,10 @@ def run(config: ModelSearch, loaded: LoadedModel | None = None) -> SearchRun | N
     if config.picture:
         import_module("matplotlib")
     check_writable(config.out)
+    check_backend(config.backend)
     with ranks() as joined:
+        if joined.is_first:
+            check_storage(config.storage)
         if loaded is None:
             config = settled(config, quiet=not joined.is_first)
             with joined.main_process_first():
@@ -95,7 +98,6 @@ def search_model(
         about: dict[str, Any] = {"length": length, "samples": config.samples}
         announce_fewer(config.tasks, prompts, held_out=False, **about)
         announce_fewer(config.held_out_tasks, first, held_out=True, **about)
-        check_storage(config.storage)
     started = start_run(
         config,
         loaded,

@@ -112,6 +112,16 @@ def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
     return searched
 
 
+def check_backend(backend: str) -> None:
+    """Raise HeadwiseError for the name of no backend; serving_backend asks one for the device."""
+    if backend == "auto":
+        return
+    try:
+        registry.implementation("attention", backend)
+    except ValueError as error:
+        raise HeadwiseError(f"--backend {backend}: {error}") from None
+
+
 def serving_backend(
     backend: str, model: ModelInfo, dtype: str, device: str, *, quiet: bool = False
 ) -> str:
