@@ -21,6 +21,7 @@ from profiling.evaluation.config import ALL_TASKS, GRID, Evaluation
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import Row, rows_of
 from profiling.ledger import Ledger, Unit
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, seeded_prompts
@@ -121,13 +122,14 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
     return sets
 
 
-def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
+def open_ledger(folder: Path, loaded: LoadedModel, *, fresh: bool) -> Ledger:
     """Open the resume file of all evaluations in a folder; it stays for later runs."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HeadwiseError(f"cannot make the folder {folder}: {error.strerror}") from None
-    return Ledger(folder / OUTPUT, "evaluate", fresh=fresh)
+    model = identity_of(loaded.model, loaded.name)
+    return Ledger(folder / OUTPUT, "evaluate", model, fresh=fresh)
 
 
 def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> Measured:
@@ -137,7 +139,7 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
         for length in config.lengths
         for each in prompt_sets(config, loaded.tokenizer, length, methods.seen)
     ]
-    of = _Units(ledger, methods.artifact, loaded)
+    of = _Units(ledger)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
     rows: list[Row] = []
     # In prompt tokens: they are what takes time.
@@ -245,15 +247,12 @@ def _seen_by_search(sets: Sequence[Set]) -> list[dict[str, Any]]:
 class _Units:
     """A prompt under a method as a unit of the ledger: by all that its record depends on."""
 
-    def __init__(self, ledger: Ledger, artifact: Artifact, loaded: LoadedModel) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
-        dtype = str(loaded.model.dtype).removeprefix("torch.")
-        self._before = f"trial/{VERSION}/{weights}/{dtype}/{loaded.model.device.type}"
 
     def __call__(self, method: Method, prompt: Prompt) -> Unit:
         fields = {**asdict(prompt), "finds": None, "text_spans": None, "task": None}
         digest = hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
         return self._ledger.unit(
-            f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"
+            f"trial/{VERSION}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"
         )

@@ -64,7 +64,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         )
     for each in (artifact, *(other for other, _ in other_artifacts.values())):
         check(each.model, loaded.model)
-    with open_ledger(config.out, fresh=config.fresh) as ledger:
+    with open_ledger(config.out, loaded, fresh=config.fresh) as ledger:
         methods = Methods(
             loaded,
             artifact,

@@ -84,13 +84,8 @@ class _Clock:
         self._methods = methods
         self._ledger = ledger
         self._again = again
-        model = methods.artifact.model
-        where = [
-            *environment(loaded.model.device).values(),
-            str(loaded.model.dtype),
-            str(loaded.model.device),
-        ]
-        self._where = "/".join([(model.weights_sha256 or model.name)[:16], *where])
+        device = loaded.model.device
+        self._where = "/".join([*environment(device).values(), str(device)])
 
     def run(self, peak: Callable[[Method, int], int]) -> Times:
         config = self._config

@@ -18,6 +18,7 @@ from profiling.inside.decode_capture import capture_decode
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
 from profiling.models.device import device_of, dtype_of
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.prompt import Find, Prompt, Task, digest, make_prompts, parse_task
@@ -49,6 +50,7 @@ def measure(
             configuration's seed if None.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    identity = identity_of(loaded.model, loaded.name).key
     config = resolve(config, loaded.name, model.max_positions)
     tasks = [parse_task(task) for task in config.tasks]
     if prompts is None:
@@ -69,6 +71,7 @@ def measure(
         **model.model_dump(
             include={"revision", "architecture", "config_sha256", "weights_sha256", "num_layers"}
         ),
+        "identity": identity,
         "layers": first["layers"],
         "sliding_layers": first["sliding"],
         "tasks": [

@@ -14,6 +14,7 @@ from profiling.caches.parsing import parse_cache
 from profiling.environment import environment
 from profiling.ledger import Ledger
 from profiling.models.device import settled
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import Phase, phase
 from profiling.prompts.tokens import Encoder
@@ -47,7 +48,13 @@ def run(
         )
         stream = text_stream(Encoder(loaded.tokenizer), config.text, config.tokens, config.stride)
         settings = _settings(config, loaded, stream)
-        with Ledger(config.out / OUTPUT, "stream", settings=settings, fresh=config.fresh) as ledger:
+        with Ledger(
+            config.out / OUTPUT,
+            "stream",
+            identity_of(loaded.model, loaded.name),
+            settings=settings,
+            fresh=config.fresh,
+        ) as ledger:
             with phase("stream", config.tokens * len(config.methods), "tokens") as shown:
                 series = [
                     _measured(config, loaded, name, stream, ledger, shown)

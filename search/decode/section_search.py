@@ -15,6 +15,7 @@ from artifacts.analysis.sections import with_seen
 from artifacts.files import check_writable
 from profiling.evaluation.intervals import paired_difference
 from profiling.ledger import Ledger
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt
@@ -95,14 +96,14 @@ class SectionSearch:
 
         The rules of the choice are not among these, so that a run with other rules reuses it.
         """
-        about = {"model": self.artifact.model.name, "weights": self.artifact.model.weights_sha256}
         names = (
             name
             for name in ("length", "steps", "seed", "dtype", "device")
             if hasattr(measured, name)
         )
-        about |= {name: getattr(measured, name) for name in names}
-        return Ledger(self.out, self.command, settings=about, fresh=fresh)
+        about = {name: getattr(measured, name) for name in names}
+        identity = identity_of(self.loaded.model, self.artifact.model.name)
+        return Ledger(self.out, self.command, identity, settings=about, fresh=fresh)
 
     def write(
         self, change: Callable[[Artifact], Artifact], arrays: Mapping[str, np.ndarray]
