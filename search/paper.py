@@ -186,10 +186,13 @@ def allocate(
             winner = moved(SPACE[c], of_layer["steps"][head, c])
             candidates[layer, head] = grid.setdefault(winner, len(grid))
             density += float(of_layer["density"][head, c])
+    cost = density * run.costs.all_keys()
     allocation = Allocation(
         candidates=candidates,
         tail=run.tails[0],
-        cost=density * run.costs.all_keys(),
+        # Each head has a budget of its own here.
+        budget=cost,
+        cost=cost,
         price=0.0,
         prompt_weights={},
     )

@@ -26,7 +26,7 @@ from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, check_section, full_layers
 from search.decode.filter_layers import Choice, Rules, best_choice, evenly_spaced, kept, total
 from search.decode.section_search import SectionSearch
-from search.study import STORAGE_HELP, Study, check_storage
+from search.study import STORAGE_HELP, Study, check_storage, study_name
 
 
 def _budget(value: Any) -> Any:
@@ -230,7 +230,8 @@ def _record(config: FilterSearch, result: FilterResult) -> None:
     """Add each scored choice to a study: its error by task, and its dense layers' fraction."""
     space = {"choice": ["searched", "evenly spaced"], "prompts": ["chosen on", "held out"]}
     tasks = result.held_out.tasks
-    study = Study(config.storage, config.out.stem, space, (*tasks, "density"))
+    name = study_name("filters", config.out)
+    study = Study(config.storage, name, space, (*tasks, "density"))
     for choice, prompts, score in (
         ("searched", "chosen on", result.made_by),
         ("searched", "held out", result.held_out),

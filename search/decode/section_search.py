@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from artifacts import Artifact, HeadwiseError, load_pair, update
-from artifacts.analysis.sections import with_seen
+from artifacts.analysis.sections import check_measured, with_seen
 from artifacts.files import check_writable
 from profiling.evaluation.intervals import paired_difference
 from profiling.ledger import Ledger
@@ -119,11 +119,9 @@ class SectionSearch:
             now: Artifact, former: Mapping[str, Array]
         ) -> tuple[Artifact, dict[str, Array]]:
             # Measuring took a while, and other commands write into the same file.
-            if now.model != self.artifact.model:
-                raise HeadwiseError(
-                    f"{self.file}: was replaced meanwhile by an artifact of another model: start "
-                    f"again"
-                )
+            # What was measured is the model's, with any patterns.
+            if now.model != self.artifact.model or now.model.weights_sha256 is None:
+                check_measured(now, self.artifact, self.file)
             return with_seen(change(now), {**former, **own}, self.seen.digests)
 
         return update(self.file, changed, out=self.out)
