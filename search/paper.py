@@ -21,6 +21,7 @@ from artifacts.cli.command import one_process
 from artifacts.files import check_writable
 from kernels.index import TILE, num_tiles, with_dense_tail
 from kernels.patterns import NOT_SIZES, Builder, LayerPlan, Pattern, make
+from profiling.finite import check_finite
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_of_layer, index_fidelity
 from profiling.models.device import settled
@@ -114,6 +115,9 @@ def score_layers(run: SearchRun, target: int) -> dict[int, Scores]:
         def visit(inputs: LayerInputs) -> None:
             if inputs.layer in left:
                 scores = score(inputs, target=target, dense_tail=run.tails[0], backend=run.backend)
+                for head, errors in enumerate(scores["error"]):
+                    what = f"errors of head {inputs.layer}.{head} are"
+                    check_finite(errors, what, run.loaded.model)
                 run.ledger.put(units[inputs.layer], scores)
                 shown.update()
 

@@ -23,6 +23,7 @@ from profiling.decoding.config import Comparison
 from profiling.decoding.steps import filled, methods, step_seconds
 from profiling.decoding.table import Row, apart, in_blocks
 from profiling.environment import environment
+from profiling.finite import check_finite
 from profiling.ledger import Ledger
 from profiling.models.device import settled
 from profiling.models.identity import identity_of
@@ -204,6 +205,8 @@ def _quality(
         elif texts:
             begun = prefilled or begin(loaded.model, new_cache, texts, config.forced)
             losses = forced_losses(loaded.model, begun, config.forced).cpu().numpy()
+        if losses is not None:
+            check_finite(losses, f"{config.text}: losses of {method.name} are", loaded.model)
         if _chooses(method):
             tokens = applied.stats().get("tokens")
     return {"answers": replies, "losses": losses, "tokens": tokens}

@@ -20,6 +20,7 @@ from artifacts.store.hashing import canonical_json
 from profiling.evaluation.config import ALL_TASKS, GRID, Evaluation
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import Row, rows_of
+from profiling.finite import check_finite
 from profiling.ledger import Ledger, Unit
 from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
@@ -190,6 +191,12 @@ def _run(
                     elif expected is not None and trial.log_probs is not None:
                         divergence = kl_divergence(expected, trial.log_probs)
                         record = {**record, "kl": max(float(divergence.mean()), 0.0)}
+                    for name, value in record.items():
+                        if value is not None and name != "text":
+                            what = (
+                                f"{first.task}, {first.length} tokens: {name} of {method.name} is"
+                            )
+                            check_finite(value, what, loaded.model)
                     ledger.put(of(method, left[trial.number]), record)
             shown.update(tokens)
 

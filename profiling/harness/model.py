@@ -34,6 +34,8 @@ class HeadwiseLM(HFLM):
     artifact's caches.
     """
 
+    _model: Any
+
     def __init__(
         self,
         pretrained: Any,
@@ -70,7 +72,7 @@ class HeadwiseLM(HFLM):
         self._sparse_from: int | None = None
         self._content = DENSE
         # All that answers depend on besides the model and the request.
-        self._options = {"point": point} | {
+        self._options: dict[str, Any] = {"point": point} | {
             name: value
             for name, value in kwargs.items()
             if name not in _SPEED and isinstance(value, str | int | float)

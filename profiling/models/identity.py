@@ -204,9 +204,7 @@ class _Content:
             config = _without_labels(value.to_dict())
             self._parts.append(json.dumps(config, sort_keys=True, default=str))
         elif hasattr(value, "__dict__"):
-            slots = [
-                slot for cls in type(value).__mro__ for slot in getattr(cls, "__slots__", ())
-            ]
+            slots = [slot for cls in type(value).__mro__ for slot in getattr(cls, "__slots__", ())]
             self._add_all(name, ((slot, getattr(value, slot, None)) for slot in slots))
             self._add_all(name, vars(value).items())
         else:
@@ -240,9 +238,7 @@ class _Content:
     def _add_tensor(self, name: str, tensor: Tensor) -> None:
         """Add a tensor's elements, its attributes, and the tensors that a subclass consists of."""
         self._parts.append(f"{tensor.dtype} {tuple(tensor.shape)}")
-        attributes = {
-            key: value for key, value in vars(tensor).items() if key not in _LEFT_OUT
-        }
+        attributes = {key: value for key, value in vars(tensor).items() if key not in _LEFT_OUT}
         self._add_all(name, attributes.items())
         data = tensor.data
         if type(data) is Tensor:

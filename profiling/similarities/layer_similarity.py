@@ -14,6 +14,7 @@ import torch
 
 from artifacts import HeadwiseError
 from profiling.environment import environment
+from profiling.finite import check_finite
 from profiling.inside.decode_capture import capture_decode
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
@@ -211,6 +212,10 @@ def _decode(
         )
     if not sums.layers:
         raise HeadwiseError(f"no layer of {loaded.name} sees every token of a prompt")
+    for at, layer in enumerate(sums.layers):
+        # Of this layer with the tokens of each one before it.
+        error = sums.error[:at, at].cpu().numpy()
+        check_finite(error, f"{prompt.task}: errors of layer {layer} are", loaded.model)
     return sums
 
 

@@ -12,6 +12,7 @@ import torch
 from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.caches.parsing import parse_cache
 from profiling.environment import environment
+from profiling.finite import check_finite
 from profiling.ledger import Ledger
 from profiling.models.device import settled
 from profiling.models.identity import identity_of
@@ -111,6 +112,8 @@ def _measured(
         feed = cached_blocks(loaded, method, stream, config.chunk, blocks[first:])
     with torch.inference_mode(), closing(feed):
         for number, stats in enumerate(feed, first):
+            figures = (stats.nll, *stats.probed)
+            check_finite(figures, f"block {number}: losses of {name} are", loaded.model)
             if units[number] not in ledger:
                 ledger.put(units[number], asdict(stats))
             begin, end = blocks[number]

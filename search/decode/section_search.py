@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, load_pair, update
+from artifacts import Artifact, load_pair, update
 from artifacts.analysis.sections import check_measured, with_seen
 from artifacts.files import check_writable
 from profiling.evaluation.intervals import paired_difference

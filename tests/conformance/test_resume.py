@@ -192,6 +192,31 @@ def almost(tiny_model, tmp_path):
     return folder
 
 
+# Answers are right or wrong, whatever the logits.
+LOSSES = [verb for verb in RUNS if verb != "decode"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", [*LOSSES, "decode --text TEXT"])
+def test_command_ends_at_the_first_loss_that_is_no_number(verb, command, almost, puts, tmp_path):
+    weights = load_file(almost / "model.safetensors")
+    # A cache that rotates its keys is refused for keys that are no numbers.
+    layer = 2 if verb == "stream" else 1
+    element = weights[f"model.layers.{layer}.mlp.down_proj.weight"][0]
+    element[1] = math.nan
+    save_file(weights, almost / "model.safetensors", metadata={"format": "pt"})
+    verb, *more = verb.split(" --text ")
+    if more:
+        more = [
+            "--text",
+            str(tmp_path / "text.txt"),
+            *["--texts", "1", "--text-length", "128", "--forced", "8"],
+        ]
+    with pytest.raises(HeadwiseError, match=r"not finite in float32.*--dtype"):
+        command(verb, "out", *more, model=almost)
+    assert not (tmp_path / "out" / RUNS[verb][1]).exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", RUNS)
 def test_resume_of_other_weights_reuses_no_job(verb, command, puts, almost):
@@ -200,7 +225,7 @@ def test_resume_of_other_weights_reuses_no_job(verb, command, puts, almost):
         command(verb, "out")
     again = puts(1)
     if verb in OTHER:
-        with pytest.raises(HeadwiseError, match="its sha256 of the model is .*--fresh"):
+        with pytest.raises(HeadwiseError, match=r"its sha256 of the model is .*--fresh"):
             command(verb, "out", model=almost)
         return
     with pytest.raises(KeyboardInterrupt):

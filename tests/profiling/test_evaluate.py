@@ -132,7 +132,6 @@ def test_evaluate_quick_takes_few_prefills(command, monkeypatch):
     assert record["memory"] == [] and len(record["prefill"]) == 5
 
 
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_evaluate_attaches_to_the_artifact_that_was_measured(
     kept, command, invented, tmp_path, monkeypatch

@@ -128,7 +128,7 @@ def test_ledger_get_of_a_damaged_file_is_none(out):
 
 def test_ledger_unit_of_another_model_is_not_reused(out):
     other = Identity(name="tiny", key="1" * 64)
-    with pytest.raises(HeadwiseError, match="its sha256 of the model is '0+', not '1+'"):
+    with pytest.raises(HeadwiseError, match=r"its sha256 of the model is '0+', not '1+'"):
         Ledger(out, "heads", other, settings=SETTINGS)
     # Without settings jobs of several models are kept together.
     for model in (MODEL, other):

@@ -71,7 +71,9 @@ def test_filters_write_decode_section_only(filtered, by_head, tiny_model):
 def test_filters_with_storage_record_each_selection_as_a_trial(filtered):
     import optuna
 
-    study = optuna.load_study(study_name=study_name("filters", filtered / "new.yaml"), storage=f"sqlite:///{filtered}/db")
+    study = optuna.load_study(
+        study_name=study_name("filters", filtered / "new.yaml"), storage=f"sqlite:///{filtered}/db"
+    )
     assert study.metric_names == ["passkey", "kv_retrieval", "density"]
     assert [trial.params for trial in study.trials] == [
         {"choice": "searched", "prompts": "chosen on"},
@@ -119,7 +121,9 @@ def test_in_place_update_and_later_search_preserve_other_sections(
     assert "similarity.mass" in artifacts.load_arrays(out)
 
 
-def test_filters_refuse_a_file_that_another_model_has_by_now(command, by_head, tmp_path, monkeypatch):
+def test_filters_refuse_a_file_that_another_model_has_by_now(
+    command, by_head, tmp_path, monkeypatch
+):
     out = tmp_path / "cfg.yaml"
     former = artifacts.load(by_head)
     artifacts.save(former, out, artifacts.load_arrays(by_head))
@@ -232,7 +236,9 @@ def test_kv_with_storage_records_both_budgets_for_both_sets(budgeted):
     import optuna
 
     figures = json.loads((budgeted / "record.json").read_text())
-    study = optuna.load_study(study_name=study_name("kv", budgeted / "cfg.yaml"), storage=f"sqlite:///{budgeted}/db")
+    study = optuna.load_study(
+        study_name=study_name("kv", budgeted / "cfg.yaml"), storage=f"sqlite:///{budgeted}/db"
+    )
     assert study.metric_names == ["passkey", "prose", "share"]
     settings = [(trial.user_attrs["prompts"], trial.params["budgets"]) for trial in study.trials]
     sets = ("deciding", "reporting")

@@ -25,7 +25,7 @@ pytest.importorskip(
     "lm_eval", reason="lm_eval is not installed here: `.ci/lm-eval` runs these tests"
 )
 
-from profiling.harness.model import HeadwiseLM  # noqa: E402
+from profiling.harness.model import HeadwiseLM
 
 LENGTHS, SAMPLES, SEED = (600, 700), 3, 1000
 TASK = "niah_multikey_1"

@@ -137,5 +137,5 @@ def test_harness_serves_an_adapter_with_an_artifact(folder, tmp_path):
     lm = HeadwiseLM(**paths, **options, check_weights=False)
     lm.loglikelihood([Instance("loglikelihood", {}, ("to the sea " * 30, "x"), 0)])
     assert lm.get_model_info()["headwise_calls"] == {"sparse": 3, "dense": {}}
-    with pytest.raises(HeadwiseError, match="an adapter around .*check_weights=False"):
+    with pytest.raises(HeadwiseError, match=r"an adapter around .*check_weights=False"):
         HeadwiseLM(**paths, **options)

@@ -12,6 +12,7 @@ from profiling.models.identity import identity_of
 from tests.profiling.conftest import tiny
 from tests.runtime.test_fingerprint import PLACES, Holder, Stored
 
+
 class Adapter(nn.Module):
     """Layer with an adapter, as PEFT has them."""
 
