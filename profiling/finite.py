@@ -21,7 +21,15 @@ def check_finite(values: Any, what: str, model: Any) -> None:
         raise not_finite(what, model)
 
 
-def not_finite(what: str, model: Any) -> HeadwiseError:
-    """The error of values that are not finite; see check_finite."""
+def not_finite(what: str, model: Any, where: str = "") -> HeadwiseError:
+    """The error of values that are not finite; see check_finite.
+
+    Args:
+        what: says what the values are.
+        model: the model that they were measured on.
+        where: the first part of it whose values are not finite, if known.
+    """
     dtype = str(model.dtype).removeprefix("torch.")
+    if where:
+        dtype += f" (first in {where})"
     return HeadwiseError(f"{what} not finite in {dtype}: try another --dtype")

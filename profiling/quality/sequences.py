@@ -243,7 +243,7 @@ class Reference:
         self._predicted(number, attending(self._model, visit))
         who = "the patterns" if plans else "dense attention"
         where = faults[0] if faults else "the logits"
-        raise not_finite(f"{sequence.task}: losses of {who} are, from {where} on,", self._model)
+        raise not_finite(f"{sequence.task}: losses of {who} are", self._model, where)
 
     def _dense_predicted(self, number: int) -> _Predicted:
         """Return dense attention's predictions on a sequence; compute them if not cached."""
