@@ -156,6 +156,18 @@ def test_identity_covers_functions_with_what_they_are_bound_to(model):
     assert keys[0] != keys[1]
 
 
+def test_identity_covers_offloaded_weights():
+    from accelerate import cpu_offload
+
+    keys = []
+    for change in (0.0, 0.0, 1e-3):
+        model = tiny("Llama")
+        model.model.layers[1].mlp.down_proj.weight.data[0, 1] += change
+        cpu_offload(model)
+        keys.append(key(model))
+    assert keys[0] == keys[1] != keys[2]
+
+
 def _hook(model):
     model.lm_head.register_forward_hook(lambda *_: None)
 
