@@ -190,7 +190,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         reported_on=prompt_set(HELD_OUT, reference.sequences),
         tasks=validated(figures),
     )
-    left_out = write_for(loaded, config.out, artifact, arrays, evidence)
+    left_out = write_for(loaded, config.config, config.out, artifact, arrays, evidence)
     return replace(result, left_out=left_out)
 
 

@@ -21,6 +21,7 @@ from artifacts.cli.command import one_process
 from artifacts.files import check_writable
 from kernels.index import TILE, num_tiles, with_dense_tail
 from kernels.patterns import NOT_SIZES, Builder, LayerPlan, Pattern, make
+from profiling.finite import check_finite
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_of_layer, index_fidelity
 from profiling.models.device import settled
@@ -116,6 +117,9 @@ def score_layers(run: SearchRun, target: int) -> dict[int, Scores]:
         def visit(inputs: LayerInputs) -> None:
             if inputs.layer in left:
                 scores = score(inputs, target=target, dense_tail=run.tails[0], backend=run.backend)
+                for head, errors in enumerate(scores["error"]):
+                    what = f"errors of head {inputs.layer}.{head} are"
+                    check_finite(errors, what, run.loaded.model)
                 run.ledger.put(units[inputs.layer], scores)
                 shown.update()
 
@@ -188,10 +192,13 @@ def allocate(
             winner = moved(SPACE[c], of_layer["steps"][head, c])
             candidates[layer, head] = grid.setdefault(winner, len(grid))
             density += float(of_layer["density"][head, c])
+    cost = density * run.costs.all_keys()
     allocation = Allocation(
         candidates=candidates,
         tail=run.tails[0],
-        cost=density * run.costs.all_keys(),
+        # Each head has a budget of its own here.
+        budget=cost,
+        cost=cost,
         price=0.0,
         prompt_weights={},
     )

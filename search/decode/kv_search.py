@@ -44,7 +44,7 @@ from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, check_section, layer_kinds, window_of
 from search.decode.section_search import SectionSearch, beyond_chance
 from search.model.hulls import spend
-from search.study import STORAGE_HELP, Study, check_storage
+from search.study import STORAGE_HELP, Study, check_storage, study_name
 
 
 class KVSearch(CommandConfig):
@@ -190,7 +190,8 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
         )
         tasks = list(dict.fromkeys(prompt.task for prompt in sets["deciding"]))
         space = {"share": (0.0, 1.0), "budgets": list(sections)}
-        study = Study(config.storage, config.out.stem, space, (*tasks, "share"))
+        of_this = study_name("kv", config.out)
+        study = Study(config.storage, of_this, space, (*tasks, "share"))
         for (name, budgets), measured in losses.items():
             _, spent = sections[budgets]
             joined = Divergence.joined(measured)

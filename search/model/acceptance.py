@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from artifacts import Finding
+from artifacts import Finding, HeadwiseError
 from profiling.progress import announce
 from profiling.prompts.prompt import Prompt
 from profiling.quality.sequences import Reference, TokenSequence
@@ -45,6 +45,7 @@ def gate(run: SearchRun, limits: Limits, held_out: Iterator[list[Prompt]]) -> No
 
     Raises:
         Finding: nothing passes.
+        HeadwiseError: a loss is not finite.
     """
     heads = run.heads
     budget = run.budget
@@ -54,6 +55,9 @@ def gate(run: SearchRun, limits: Limits, held_out: Iterator[list[Prompt]]) -> No
         run.add_trial(run.allocation, losses, name)
         if fault is None:
             break
+        ratio = limits.worst_ratio(task_figures(losses))
+        if not np.isfinite(ratio):
+            raise HeadwiseError(f"the gate: {fault}: no budget mends a loss that is not finite")
         if number == ROUNDS or budget >= heads.total(1.0):
             raise Finding(
                 f"the gate: {fault}, with {heads.describe(run.allocation.cost)} spent; "
@@ -62,7 +66,7 @@ def gate(run: SearchRun, limits: Limits, held_out: Iterator[list[Prompt]]) -> No
         run.gate_fault = run.gate_fault or fault
         chosen_on += [each for each in sequences if each not in chosen_on]
         before = budget
-        budget = _raised(heads, run.allocation, budget, limits.worst_ratio(task_figures(losses)))
+        budget = _raised(heads, run.allocation, budget, ratio)
         run.allocation = heads.reallocate(run.allocation, budget)
         if run.ranks.is_first:
             announce(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 from pydantic import Field
 
 from artifacts.cli.options import SHARE, Arg, CommandConfig
@@ -57,11 +59,11 @@ class Limits(CommandConfig):
         faults = [(times, text) for times, text in self._measured(tasks) if not times <= 1]
         if not faults:
             return None
-        return max(faults)[1]
+        return max(faults, key=lambda fault: (isnan(fault[0]), fault[0]))[1]
 
     def worst_ratio(self, tasks: Sequence[TaskFigures]) -> float:
-        """The largest loss in multiples of its limit; 0 without limits."""
-        return max([times for times, _ in self._measured(tasks)], default=0.0)
+        """The largest loss in multiples of its limit, NaN if one is; 0 without limits."""
+        return float(np.max([times for times, _ in self._measured(tasks)], initial=0.0))
 
     def _measured(self, tasks: Sequence[TaskFigures]) -> list[tuple[float, str]]:
         """(multiple of its limit, in words) of all losses that are beyond chance."""

@@ -40,7 +40,7 @@ from search.model.scored_prompts import score_prompts
 from search.model.speed import time_attention, time_prefills
 from search.model.start import check_backend, start_run
 from search.model.timed_costs import time_candidates
-from search.study import check_storage
+from search.study import check_storage, study_name
 
 
 def run(config: ModelSearch, loaded: LoadedModel | None = None) -> SearchRun | None:
@@ -131,7 +131,8 @@ def search_model(
         record.budget, record.budget_reason = spendable(
             record.heads, config.share, is_explicit=config.budget is not None, length=length
         )
-        record.start_study(config.storage if joined.is_first else None, config.out.stem, first)
+        storage = config.storage if joined.is_first else None
+        record.start_study(storage, study_name("search", config.out), first)
 
         # Refinement: text and answers are balanced by a run on the calibration prompts.
         record.allocation = refine(record, reference)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf, nan
 from typing import Any, cast
 
 import pytest
 
-from artifacts import Finding
+from artifacts import Finding, HeadwiseError
 from search.model.acceptance import gate
 from search.model.allocation import Allocation
 from search.model.limits import Limits
@@ -74,6 +75,12 @@ def passed(
 
 def held_out(run: SearchRun) -> bool:
     return cast(Any, SearchRun.held_out).fget(run)
+
+
+@pytest.mark.parametrize("factor", [nan, inf])
+def test_gate_of_a_loss_that_is_no_number_ends_at_once(factor):
+    with pytest.raises(HeadwiseError, match=r"the gate: any: KL .* no budget mends a loss"):
+        passed({"first": factor, "second": 1.0}, JUST_ABOVE)
 
 
 def test_first_pass_is_reported_on_first_held_out_set():

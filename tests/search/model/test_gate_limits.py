@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from math import exp, nan
+from math import exp, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,13 @@ RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
 )
 def test_loss_beyond_chance_fails(changes, fails):
     assert (Limits().violation([task(**changes)]) is not None) == fails
+
+
+def test_limits_name_a_loss_that_is_no_number_before_larger_ones():
+    tasks = [task(kl=5.0), task(kl=nan), task(kl=9.0)]
+    limits = Limits(max_kl=1.0)
+    assert "nan" in (limits.violation(tasks) or "")
+    assert isnan(limits.worst_ratio(tasks)) and limits.worst_ratio([]) == 0
 
 
 @pytest.mark.parametrize(

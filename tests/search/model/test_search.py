@@ -26,6 +26,7 @@ from search.model.allocation import spendable
 from search.model.limits import Limits
 from search.model.losses import context_losses, task_figures
 from search.model.prompts import held_out_prompts, held_out_sets
+from search.study import study_name
 from tests.processes import Process
 from tests.search.model.conftest import (
     LENGTH,
@@ -157,7 +158,8 @@ def test_front_points_can_be_applied(found, tiny_model):
 def test_study_has_each_measured_allocation(found):
     import optuna
 
-    study = optuna.load_study(study_name="cfg", storage=f"sqlite:///{found.parents[1]}/study.db")
+    storage = f"sqlite:///{found.parents[1]}/study.db"
+    study = optuna.load_study(study_name=study_name("search", found), storage=storage)
     assert study.metric_names == [*TASKS, "cost"]
     artifact, arrays = artifacts.load_pair(found)
     sets = [trial.user_attrs["prompts"] for trial in study.trials]
@@ -171,7 +173,7 @@ def test_study_has_each_measured_allocation(found):
     passkey, prose = artifact.evidence.tasks
     losses = [passkey.kl + max(0.0, passkey.nll_rise), prose.kl]
     assert accepted.values == pytest.approx([*losses, artifact.search.spent], abs=1e-4)
-    assert accepted.params["cost"] == accepted.values[2] <= 0.65
+    assert accepted.params["cost"] == accepted.values[2] <= accepted.params["budget"] <= 0.65
     assert accepted.params["dense_tail"] == artifact.prefill.dense_tail
     assert accepted.params["answer_weight"] > 0
     attributes = accepted.user_attrs
@@ -210,7 +212,9 @@ def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
         assert (reported_on.name, artifact.prefill.front.measured_on) == ("held-out", "held_out")
         assert "held-out prompts (others raised the budget)" in output
     # The other task was not measured, so that the trial of the first set has no values.
-    _, failed, passed, *_ = optuna.load_study(study_name="cfg", storage=storage).trials
+    _, failed, passed, *_ = optuna.load_study(
+        study_name=study_name("search", out), storage=storage
+    ).trials
     assert (failed.state.name, failed.values) == ("FAIL", None)
     assert failed.user_attrs["prompts"] == "held-out set 1" and "prose" in failed.user_attrs
     assert passed.user_attrs["prompts"] == f"held-out set {sets}"
