@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 # A line may contain the text of a field.
 _LONGEST_LINE = 800
+_LONGEST_PATH = 400
 
 
 class HeadwiseError(ValueError):
@@ -41,9 +42,9 @@ def shorten(value: object, limit: int = 60) -> str:
     return f"{text[: limit - 4]}...{text[-1]}"
 
 
-def reason(error: OSError) -> str:
-    """Return the system's message of an OSError."""
-    return (error.strerror or str(error)).lower()
+def reason(error: OSError | ValueError) -> str:
+    """Return the system's message of an OSError, or Python's about a path with a null byte."""
+    return one_line(getattr(error, "strerror", None) or str(error)).lower()
 
 
 def plural(count: int, noun: str) -> str:
@@ -78,6 +79,14 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path as one line; of one that is too long for any system, the start."""
+    text = one_line(os.fspath(path))
+    if len(text) > _LONGEST_PATH:
+        return f"{text[:_LONGEST_PATH]}..."
+    return text
+
+
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Prefix the message of an ArtifactError with the file name, unless it has that prefix."""
@@ -85,7 +94,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except ArtifactError as error:
         text = one_line(str(error))
-        name = one_line(os.fspath(path))
+        name = path_text(path)
         if len(text) > _LONGEST_LINE:
             text = f"{text[:_LONGEST_LINE]}..."
         if not text.startswith(f"{name}: "):

@@ -12,8 +12,6 @@ whatever context the model was trained for; quality on prompts.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from artifacts.cli.arguments import STDOUT, Fresh, Json, deliver
 from artifacts.cli.interrupt import while_importing
 from profiling.decoding.config import Comparison
@@ -29,19 +27,13 @@ class Config(Comparison):
 def run(config: Config) -> int:
     """Compare, and print the table."""
     with while_importing():
-        from profiling.decoding.run import run as compare
+        from profiling.decoding.run import comparison
         from profiling.decoding.table import table
-        from profiling.ledger import Ledger
         from profiling.prompts.held_out import overlap_sentence
         from profiling.prompts.prompt import fewer_sentence
     file = config.as_json
-    # The resume file is next to the output file; timed rounds are always measured again.
-    with (
-        Ledger(file, "decode", fresh=config.fresh)
-        if file is not None and file != STDOUT
-        else nullcontext() as ledger
-    ):
-        rows, record = compare(config, ledger)
+    kept = None if file == STDOUT else file
+    with comparison(config, kept, fresh=config.fresh) as (rows, record):
         record = {"command": config.command, **record}
         lines = [
             table(rows, record["all_seconds"]),
@@ -49,6 +41,4 @@ def run(config: Config) -> int:
             *(fewer_sentence(**each) for each in record["fewer_prompts"]),
         ]
         deliver("\n".join(lines), record, file)
-        if ledger is not None:
-            ledger.remove()
     return 0

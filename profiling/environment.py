@@ -42,7 +42,7 @@ def device_name(device: str | torch.device) -> str:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if _CPUINFO.exists():
+    if os.path.exists(_CPUINFO):
         lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
         if name := next(
             (value.strip() for key, _, value in lines if key.strip() == "model name"), ""

@@ -103,7 +103,9 @@ def draw(config: Config) -> list[Path]:
 
 def _check_profile(profile: Profile, artifact: Artifact | None) -> None:
     about = profile.about
-    if artifact is not None and about["weights_sha256"] != artifact.model.weights_sha256:
+    # Weights without a fingerprint are only known by the configuration.
+    names = ("weights_sha256", "config_sha256")
+    if artifact is not None and any(about[name] != getattr(artifact.model, name) for name in names):
         raise HeadwiseError(
             f"the profile is of {about['model']}, the artifact of {artifact.model.name}: give "
             "those of one model"

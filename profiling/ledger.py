@@ -1,19 +1,21 @@
 """The resume file of long commands: a folder next to the output, a file for each finished job.
 
-A file is named by a hash of all that its result depends on, so it serves any run and options. A
-command that is killed loses the job in progress alone.
+A file is named by a hash of all that its result depends on, the model included, so it serves any
+run and options. A command that is killed loses the job in progress alone. Figures of a model that
+has no identity are not resumed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from safetensors import SafetensorError
 
@@ -24,6 +26,9 @@ from artifacts.store.pair import locked
 from profiling.environment import versions
 from profiling.ranks import Ranks
 from profiling.values import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from profiling.models.identity import Identity
 
 _FORMAT = 1
 _SETTINGS = "settings.json"
@@ -48,6 +53,7 @@ class Ledger:
         self,
         out: Path,
         command: str,
+        model: Identity,
         *,
         settings: Mapping[str, Any] | None = None,
         fresh: bool = False,
@@ -58,17 +64,29 @@ class Ledger:
         Args:
             out: the file that the command writes; the folder is `OUT.COMMAND.ledger` next to it.
             command: a word.
-            settings: JSON that every job depends on. Other settings would reuse nothing, which is
-                a mistake more often than not.
+            model: that every job is measured on.
+            settings: JSON that every job depends on. Other settings, or another model, would reuse
+                nothing, which is a mistake more often than not. None accepts other models' jobs
+                next to those of this run.
             fresh: discard earlier records.
             ranks: of this launch; one if None.
 
         Raises:
-            HeadwiseError: another process writes the same output, or an interrupted one had other
-                settings.
+            HeadwiseError: another process writes the same output, an interrupted one had other
+                settings, or the ranks have different models.
         """
-        self.folder = out.with_name(f"{out.name}.{command}.ledger")
         self._ranks = ranks or Ranks()
+        self._resumes = model.unknown is None
+        if not self._resumes:
+            # Apart from those of other models, which stay.
+            command = f"{command}.once"
+            fresh = True
+            if self._ranks.is_first:
+                print(f"nothing of this run can be resumed: {model.unknown}", file=sys.stderr)
+        self.folder = out.with_name(f"{out.name}.{command}.ledger")
+        self._model = _shared_key(model, self._ranks)
+        if settings is not None:
+            settings = {"model": model.name, **settings, "sha256 of the model": self._model[:16]}
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._versions = {"format": _FORMAT, **versions()}
         with ExitStack() as stack:
@@ -78,10 +96,13 @@ class Ledger:
             self._ranks.barrier()
             if fresh:
                 self.remove()
+            # Every rank: ranks on other machines may have a separate folder. No rank writes before
+            # all are here.
             try:
-                # Every rank: ranks on other machines may have a separate folder.
                 self.folder.mkdir(exist_ok=True)
-            except OSError as error:
+                for path in self.folder.glob(".*.tmp"):
+                    path.unlink(missing_ok=True)
+            except (OSError, ValueError) as error:
                 raise HeadwiseError(
                     f"cannot make the folder {shorten(str(self.folder), 400)}: {reason(error)}"
                 ) from None
@@ -104,8 +125,8 @@ class Ledger:
         return self.get(unit) is not None
 
     def unit(self, name: str, depends: Mapping[str, Any] | None = None) -> Unit:
-        """Name a job; it depends on these values (JSON), the settings and package versions."""
-        content = [name, dict(depends or {}), self._settings, self._versions]
+        """Name a job; it depends on these values (JSON), model, settings and versions."""
+        content = [name, dict(depends or {}), self._model, self._settings, self._versions]
         return Unit(name=name, key=hashlib.sha256(_canonical(content)).hexdigest())
 
     def get(self, unit: Unit) -> Any:
@@ -141,8 +162,9 @@ class Ledger:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Release it for others; finished jobs stay."""
-        if self._ranks.is_first and self.folder.is_dir() and not len(self):
+        """Release it for others; finished jobs stay where they can be resumed."""
+        is_useless = not self._resumes or not len(self)
+        if self._ranks.is_first and os.path.isdir(self.folder) and is_useless:
             self.remove()
         self._stack.close()
 
@@ -150,13 +172,11 @@ class Ledger:
         return self.folder / f"{unit.key}{_SUFFIX}"
 
     def _check_settings(self) -> None:
-        """Compare settings with those of an interrupted run, and remove its half-written files.
+        """Compare settings with those of an interrupted run.
 
         Raises:
             HeadwiseError: they differ.
         """
-        for path in self.folder.glob(".*.tmp"):
-            path.unlink(missing_ok=True)
         file = self.folder / _SETTINGS
         try:
             stored = json.loads(file.read_bytes())
@@ -178,6 +198,20 @@ class Ledger:
                 )
             print(f"resuming from {self.folder}: {len(self)} jobs are finished", file=sys.stderr)
         atomic_write(file, json.dumps(self._settings, indent=1).encode() + b"\n")
+
+
+def _shared_key(model: Identity, ranks: Ranks) -> str:
+    """The key of the model, the same in every rank.
+
+    Raises:
+        HeadwiseError: the ranks have different models.
+    """
+    keys = ranks.gather_all(model.key)
+    if model.unknown is None and len(set(keys)) > 1:
+        raise HeadwiseError(
+            f"ranks have loaded different models as {model.name}: give each the same weights"
+        )
+    return keys[0]
 
 
 def _canonical(value: Any) -> bytes:

@@ -34,6 +34,7 @@ from runtime.layers import (
     attention_layers,
     check_sections,
     full_layers,
+    inner_model,
     make_plans,
     surrounding,
     text_config,
@@ -108,6 +109,7 @@ def attach(
     names = ["auto", *(name for name, backend in BACKENDS.items() if "attention" in backend.ops)]
     if settings.backend not in names:
         raise HeadwiseError(f"backend must be one of {', '.join(names)}, got {settings.backend!r}")
+    model = inner_model(model)
     with _changing:
         layers, settings = _plan(model, settings, artifact, check_weights)
         if settings.evicts and rehearsed(model) is None:

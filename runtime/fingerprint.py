@@ -5,13 +5,16 @@ the model uses them, the rotary embedding and, where a layer slides, the kind of
 leaves out dtype, paths, cache switches, token ids and the number of positions: stretching the
 positions makes no other model.
 
-weights_sha256 covers every parameter's name and shape and SAMPLES of its elements, evenly strided:
-its time does not grow with the size of the weights. Elements are rounded to bfloat16 and magnitudes
-under 2**-14 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint has the same
-hash in any dtype it is loaded in. A float32 checkpoint has the same hash in float32 and bfloat16,
-and may have another as float16, which rounds twice. Tied weights count once. Only plain
-floating-point tensors are hashed, on any devices and also if accelerate offloads them. Of a model
-that is quantized or has adapters only the configuration can be compared, with check_weights=False.
+weights_sha256 covers every weight's name and shape and SAMPLES of its elements, evenly strided:
+its time does not grow with the size of the weights. Weights are all parameters, buffers and
+tensors in plain attributes, except for those that transformers' own modules compute from the
+configuration (`_is_computed`). Elements are rounded to bfloat16 and magnitudes under 2**-14
+(subnormal in float16) count as zero: a bfloat16 or float16 checkpoint has the same hash in any
+dtype it is loaded in. A float32 checkpoint has the same hash in float32 and bfloat16, and may have
+another as float16, which rounds twice. Integers of buffers are hashed as they are. Tied weights
+count once. Only plain tensors are hashed, on any devices and also if accelerate offloads them. Of a
+model that is quantized or has adapters only the configuration can be compared, with
+check_weights=False. `profiling.models.identity` covers such models, too, in full.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
 SAMPLES = 64
 # Where PEFT's modules keep the one that they wrap.
 _INSIDE = {"base_layer", "original_module"}
+# What other libraries call a weight, in any module.
+_WEIGHTS = {"weight", "bias"}
+# Attributes of every module.
+_OF_MODULES = set(vars(nn.Module()))
 # Positions of a model whose configuration sets no limit.
 UNLIMITED = 2**31 - 1
 _CONFIG_FIELDS = (
@@ -111,14 +118,76 @@ def why_not_hashed(model: PreTrainedModel) -> str | None:
         else:
             method = config.quant_method
         return f"quantized weights ({getattr(method, 'value', method)})"
-    for name, weight in model.named_parameters():
-        if not _INSIDE.isdisjoint(name.split(".")):
-            return f"an adapter around {name}"
-        if type(weight.data) is not Tensor:
-            return f"{name} of type {type(weight.data).__name__}"
-        if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
-            return f"{name} of {weight.dtype}"
+    for weight in _weights(model):
+        if weight.is_parameter and not _INSIDE.isdisjoint(weight.name.split(".")):
+            return f"an adapter around {weight.name}"
+        tensor = weight.tensor
+        if type(tensor.data) is not Tensor or tensor.layout is not torch.strided:
+            return f"{weight.name} of type {type(tensor.data).__name__}"
+        is_plain = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+        if (weight.is_parameter and not is_plain) or tensor.is_quantized:
+            return f"{weight.name} of {tensor.dtype}"
     return None
+
+
+class _Weight(NamedTuple):
+    """A tensor that a model computes with, and the module that has it."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: Tensor
+    is_parameter: bool
+
+
+def _weights(model: nn.Module) -> Iterator[_Weight]:
+    """All weights of a model by name; a tensor that is used twice counts once."""
+    weights = []
+    seen = set()
+    for prefix, module in model.named_modules():
+        members: list[tuple[str, Tensor | None, bool]] = [
+            *((key, tensor, True) for key, tensor in module._parameters.items()),
+            *((key, tensor, False) for key, tensor in module._buffers.items()),
+            *((key, tensor, False) for key, tensor in plain_tensors(module)),
+        ]
+        for key, tensor, is_parameter in members:
+            if tensor is None or id(tensor) in seen:
+                continue
+            if not is_parameter and _is_computed(module, key, tensor):
+                continue
+            seen.add(id(tensor))
+            name = f"{prefix}.{key}" if prefix else key
+            weights.append(_Weight(name, module, key, tensor, is_parameter))
+    yield from sorted(weights, key=lambda weight: weight.name)
+
+
+def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a module's plain attributes by name, also in their lists and mappings."""
+    for key, value in vars(module).items():
+        if key not in _OF_MODULES:
+            yield from _tensors_in(key, value)
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _tensors_in(f"{name}.{key}", entry)
+    elif isinstance(value, list | tuple):
+        for at, entry in enumerate(value):
+            yield from _tensors_in(f"{name}.{at}", entry)
+
+
+def _is_computed(module: nn.Module, key: str, tensor: Tensor) -> bool:
+    """True for a tensor that transformers computes from the configuration, such as frequencies.
+
+    Checkpoints do not have it: it is no persistent buffer, of a class of transformers.
+    """
+    if key in module._buffers and key not in module._non_persistent_buffers_set:
+        return False
+    of_transformers = type(module).__module__.startswith("transformers.models.")
+    return of_transformers and not (key in _WEIGHTS and tensor.is_floating_point())
 
 
 def compare(expected: ModelInfo, actual: ModelInfo) -> None:
@@ -152,7 +221,7 @@ def _compared(expected: ModelInfo, actual: ModelInfo) -> Iterator[tuple[str, Any
 
 
 def weights_sha256(model: PreTrainedModel) -> str:
-    """Hash every parameter's name, shape and a sample of its elements: see the top of this file.
+    """Hash every weight's name, shape and a sample of its elements: see the top of this file.
 
     Raises:
         HeadwiseError: a weight is not a plain tensor, or is on the meta device.
@@ -162,26 +231,20 @@ def weights_sha256(model: PreTrainedModel) -> str:
         raise _refusal(why)
     digest = hashlib.sha256()
     samples: list[Tensor] = []
-    homes = {
-        id(weight): (module, key)
-        for module in model.modules()
-        for key, weight in module.named_parameters("", False)
-    }
-    for name, weight in sorted(model.named_parameters(), key=lambda pair: pair[0]):
-        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        if not weight.numel():
+    for name, module, key, tensor, _ in _weights(model):
+        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        if not tensor.numel():
             continue
-        if not weight.is_meta:
-            samples.append(_sample(weight))
+        if not tensor.is_meta:
+            samples.append(_sample(tensor))
             continue
-        module, key = homes[id(weight)]
         with brought_in(module):
-            weight = getattr(module, key)
-            if weight.is_meta:
+            tensor = getattr(module, key, tensor)
+            if tensor.is_meta:
                 raise _refusal(f"{name} on the meta device")
-            samples.append(_sample(weight))
+            samples.append(_sample(tensor))
     for sample in _gathered(samples):
-        digest.update(sample.numpy().astype("<i2").tobytes())
+        digest.update(sample.numpy().astype(f"<i{sample.itemsize}").tobytes())
     return digest.hexdigest()
 
 
@@ -202,24 +265,28 @@ def _refusal(why: str) -> HeadwiseError:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Evenly strided elements as the bits of bfloat16, (at most SAMPLES,) int16."""
+    """Evenly strided elements, (at most SAMPLES,): int16 bits of bfloat16, or int64 of integers."""
     weight = weight.detach()
+    if weight.is_complex():
+        weight = torch.view_as_real(weight)
     count = min(SAMPLES, weight.numel())
     at = torch.arange(count, device=weight.device) * (weight.numel() // count)
     if weight.dim():
         values = weight[torch.unravel_index(at, weight.shape)]
     else:
         values = weight.reshape(1)
+    if not values.is_floating_point():
+        return values.to(torch.int64)
     rounded = values.to(torch.bfloat16)
     rounded = torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded)
     return rounded.view(torch.int16)
 
 
 def _gathered(samples: list[Tensor]) -> list[Tensor]:
-    """The samples on the CPU, in order, by one copy for each device."""
+    """The samples on the CPU, in order, by one copy for each device and dtype."""
     result = list(samples)
-    for device in dict.fromkeys(sample.device for sample in samples):
-        members = [i for i, sample in enumerate(samples) if sample.device == device]
+    for alike in dict.fromkeys((sample.device, sample.dtype) for sample in samples):
+        members = [i for i, each in enumerate(samples) if (each.device, each.dtype) == alike]
         parts = torch.split(
             torch.cat([samples[i] for i in members]).cpu(), [samples[i].numel() for i in members]
         )

@@ -53,6 +53,19 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def inner_model(model: Any) -> Any:
+    """The transformers model inside of PEFT's, with the adapters; any other model itself."""
+    # Without PEFT there is no such model.
+    peft: Any = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
+        return model
+    base = model.base_model
+    if isinstance(base, peft.tuners.tuners_utils.BaseTuner):
+        return base.model
+    # Prompts that were learned are put before the model.
+    return base
+
+
 def heads_of(model: Any) -> tuple[int, int]:
     """Query and KV heads of a model, in all processes together."""
     return heads_in(text_config(model))

@@ -18,7 +18,7 @@ from artifacts.cli.arguments import Length, ModelName, Out
 from artifacts.cli.command import FOUND
 from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import shorten
-from artifacts.files import out_folder
+from artifacts.files import check_folder, out_folder
 from kernels.index import TILE
 from kernels.native import build
 from profiling.doctor import PREFILLS
@@ -167,6 +167,7 @@ def _command(config: ModelSearch) -> str:
 
 def run(config: Config) -> int:
     """Run the demo: 3 where the artifact is not reliably faster."""
+    check_folder(config.out)
     search = settled(
         ModelSearch(model=config.model, out=config.out / "cfg.yaml", length=config.length)
     )

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from artifacts import Artifact, Evidence, HeadwiseError, TaskFigures, Verdict, load_pair
 from artifacts.cli.arguments import (
@@ -96,6 +96,12 @@ class Config(CommandConfig):
     device: Device = "auto"
     as_json: Json = None
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for task in self.tasks or ():
+            parse_task(task)
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
@@ -136,8 +142,6 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
     if config.out is not None:
         check_writable(config.out)
     artifact, arrays = load_pair(config.config)
-    for task in config.tasks or ():
-        parse_task(task)
     length = _length(config, artifact)
     if loaded is None:
         config = settled(config)
@@ -186,7 +190,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         reported_on=prompt_set(HELD_OUT, measured),
         tasks=validated(tasks),
     )
-    left_out = write_for(loaded, config.out, artifact, arrays, evidence)
+    left_out = write_for(loaded, config.config, config.out, artifact, arrays, evidence)
     return replace(result, left_out=left_out)
 
 

@@ -21,6 +21,7 @@ from artifacts.cli.command import one_process
 from artifacts.files import check_writable
 from kernels.index import TILE, num_tiles, with_dense_tail
 from kernels.patterns import NOT_SIZES, Builder, LayerPlan, Pattern, make
+from profiling.finite import check_finite
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_of_layer, index_fidelity
 from profiling.models.device import settled
@@ -38,7 +39,7 @@ from search.model.record import save_record, search_info
 from search.model.rows import as_artifact_pattern, score_arrays, winners
 from search.model.run import SearchRun
 from search.model.scoring import estimate_of, prepare_all
-from search.model.start import start_run
+from search.model.start import check_backend, start_run
 from search.paper_config import PaperSearch
 
 SPACE: tuple[Pattern, ...] = (
@@ -67,6 +68,7 @@ def run(config: PaperSearch) -> SearchRun:
     began = time.monotonic()
     config = settled(config)
     check_writable(config.out)
+    check_backend(config.backend)
     parse_task(config.calibration)
     target = target_tiles(config.budget, config.length, config.dense_tail)
     loaded = load_model(
@@ -115,6 +117,9 @@ def score_layers(run: SearchRun, target: int) -> dict[int, Scores]:
         def visit(inputs: LayerInputs) -> None:
             if inputs.layer in left:
                 scores = score(inputs, target=target, dense_tail=run.tails[0], backend=run.backend)
+                for head, errors in enumerate(scores["error"]):
+                    what = f"errors of head {inputs.layer}.{head} are"
+                    check_finite(errors, what, run.loaded.model)
                 run.ledger.put(units[inputs.layer], scores)
                 shown.update()
 
@@ -187,10 +192,13 @@ def allocate(
             winner = moved(SPACE[c], of_layer["steps"][head, c])
             candidates[layer, head] = grid.setdefault(winner, len(grid))
             density += float(of_layer["density"][head, c])
+    cost = density * run.costs.all_keys()
     allocation = Allocation(
         candidates=candidates,
         tail=run.tails[0],
-        cost=density * run.costs.all_keys(),
+        # Each head has a budget of its own here.
+        budget=cost,
+        cost=cost,
         price=0.0,
         prompt_weights={},
     )

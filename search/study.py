@@ -7,9 +7,12 @@ their Pareto front and the importance of each parameter.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,6 +21,8 @@ from artifacts.errors import shorten
 
 STORAGE_HELP = "keep each measurement as a trial of an Optuna study, such as sqlite:///study.db"
 
+# Characters of a file's name in the name of its study.
+_LONGEST = 100
 # The password of a URL ends at the last @, as unescaped ones may be in it.
 _PASSWORD = re.compile(r"(?P<user>://(?!/)[^:]*):(?P<secret>.*)@", re.DOTALL)
 _QUERY_PASSWORD = re.compile(
@@ -61,6 +66,19 @@ def check_storage(url: str | None) -> None:
         ) from None
 
 
+def study_name(command: str, out: Path) -> str:
+    """The name of a command's study for an output file, unlike that of any other file or command.
+
+    Args:
+        command: search, kv or filters.
+        out: the artifact that the command writes.
+    """
+    path = str(out.resolve())
+    # Databases limit a name.
+    digest = hashlib.sha256(path.encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"{command} {out.stem[:_LONGEST]} {digest}"
+
+
 class Study:
     """A study that is written trial by trial; without a storage nothing is."""
 
@@ -71,7 +89,7 @@ class Study:
 
         Args:
             storage: any URL that Optuna takes; None keeps no study.
-            name: of the study.
+            name: of the study, see study_name.
             space: of each parameter (low, high), or a list of its values.
             losses: names of the values.
         """
@@ -98,9 +116,10 @@ class Study:
         """Add a trial.
 
         Args:
-            params: a value for each name in the space.
-            losses: by name; all are user attributes, too. A trial that lacks one of the study's
-                is added as failed, without values.
+            params: a value for each name in the space. A trial with one outside of the space is
+                added as failed, without this parameter.
+            losses: by name; all are user attributes, too. A trial that lacks one of the study's,
+                or has one that is not finite, is added as failed, without values.
             attributes: user attributes, as JSON takes them.
         """
         if self._study is None:
@@ -108,17 +127,35 @@ class Study:
         from optuna.distributions import CategoricalDistribution, FloatDistribution
         from optuna.trial import TrialState, create_trial
 
-        complete = set(self._losses) <= set(losses)
+        values = [float(losses.get(name, math.nan)) for name in self._losses]
+        inside = {name: value for name, value in params.items() if self._has(name, value)}
+        complete = all(map(math.isfinite, values)) and len(inside) == len(params)
         trial = create_trial(
             state=TrialState.COMPLETE if complete else TrialState.FAIL,
-            params=dict(params),
+            params=inside,
             distributions={
-                name: CategoricalDistribution(values)
-                if isinstance(values, list)
-                else FloatDistribution(*values)
-                for name, values in self._space.items()
+                name: CategoricalDistribution(space)
+                if isinstance(space, list)
+                else FloatDistribution(*space)
+                for name, space in self._space.items()
+                if name in inside
             },
-            values=[losses[name] for name in self._losses] if complete else None,
-            user_attrs={**losses, **attributes},
+            values=values if complete else None,
+            user_attrs={name: _as_json(value) for name, value in {**losses, **attributes}.items()},
         )
         self._study.add_trial(trial)
+
+    def _has(self, name: str, value: Any) -> bool:
+        """True if a parameter's value is in the space."""
+        space = self._space[name]
+        if isinstance(space, list):
+            return value in space
+        low, high = space
+        return bool(low <= value <= high)
+
+
+def _as_json(value: Any) -> Any:
+    """A number that JSON has no form for as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

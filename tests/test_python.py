@@ -108,6 +108,39 @@ def test_search_equals_the_command(whole, folder, tmp_path):
     assert whole.search is not None and f"length={LENGTH}" in whole.search.command
 
 
+@pytest.mark.parametrize("where", ["call", "model"])
+def test_calls_in_inference_mode_are_served(where, whole, folder, tmp_path, capsys):
+    """A search takes gradients where the weights allow them; gate and evaluate need none."""
+    model, tokenizer = loaded(folder)
+    if where == "model":
+        weights = model.state_dict()
+        with torch.inference_mode():
+            model = type(model)(model.config)
+            model.load_state_dict(weights)
+    before = state(model)
+    out = tmp_path / "cfg.yaml"
+    with torch.inference_mode(where == "call"):
+        found = headwise.search(model, tokenizer, out=out, **OPTIONS)
+        assert torch.is_inference_mode_enabled() == (where == "call")
+        headwise.gate(model, tokenizer, out, length=LENGTH, tasks="prose", **LIMITS)
+        headwise.evaluate(
+            model,
+            tokenizer,
+            out,
+            out=tmp_path / "report",
+            length=LENGTH,
+            tasks="prose",
+            samples=1,
+            methods=("headwise",),
+            speed=False,
+        )
+    assert found.written and state(model) == before
+    reported = "no gradients (model.embed_tokens.weight was made in" in capsys.readouterr().err
+    assert reported == (where == "model")
+    same = found.artifact.content_sha256 == whole.content_sha256
+    assert same == (where == "call")
+
+
 @pytest.mark.parametrize("dtype", sampled(OTHERS), ids=str)
 def test_functions_under_another_default_dtype_return_the_same(dtype, whole, folder, tmp_path):
     out = tmp_path / "cfg.yaml"

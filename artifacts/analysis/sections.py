@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from artifacts.errors import ArtifactError
+from artifacts.errors import ArtifactError, HeadwiseError
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.model import ModelInfo
 from artifacts.store.windows import seen_windows, window_arrays
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
 _OF_OTHERS = ("decode", "kv_cache")
+# Fields that figures of an artifact depend on.
+_MEASURED = ("model", "patterns", "prefill", "decode", "kv_cache", "sidecar")
 # Prefixes of array names by section; arrays without one of these prefixes belong to prefill.
 _ARRAYS = {"decode": ("similarity.",), "kv_cache": ("kv_cache.", "imported.full_attention")}
 # The name of a model is only a label: a different name is not a different model.
@@ -36,7 +38,8 @@ def save_searched(
 
     The arrays of these sections are kept, and so are the text windows that their searches have
     seen. Evidence is dropped: it was measured with the patterns that are replaced. A file that is
-    not a complete artifact, or is for another model, is replaced entirely.
+    not a complete artifact, is for another model, or for one whose weights have no hash, is
+    replaced entirely.
 
     Returns:
         The artifact as save() returns it.
@@ -57,7 +60,9 @@ def save_searched(
 def _with_sections(
     artifact: Artifact, arrays: Mapping[str, Array], old: Artifact, old_arrays: Mapping[str, Array]
 ) -> tuple[Artifact, Mapping[str, Array]]:
-    if _identity(old.model) != _identity(artifact.model):
+    # Weights without a hash may be any.
+    known = artifact.model.weights_sha256 is not None
+    if not known or _identity(old.model) != _identity(artifact.model):
         return artifact, arrays
     other_sections = {
         name: getattr(old, name) for name in _OF_OTHERS if getattr(artifact, name) is None
@@ -108,6 +113,27 @@ def with_seen(
     calibration = artifact.search.calibration.model_copy(update={"seen_windows": len(windows)})
     search = artifact.search.model_copy(update={"calibration": calibration})
     return artifact.model_copy(update={"search": search}), {**arrays, **window_arrays(windows)}
+
+
+def check_measured(now: Artifact, measured: Artifact, path: str | os.PathLike[str]) -> None:
+    """Check that an artifact still is the one that was measured; evidence may have been added.
+
+    Args:
+        now: the artifact in the file.
+        measured: the artifact that was in it before the measurement.
+        path: the file.
+
+    Raises:
+        HeadwiseError: it is another one.
+    """
+    if now.content_sha256 == measured.content_sha256:
+        return
+    for name in _MEASURED:
+        if getattr(now, name) != getattr(measured, name):
+            raise HeadwiseError(
+                f"{os.fspath(path)} was replaced during the measurement by another artifact "
+                f"(different {name}): nothing was written into it, start again"
+            )
 
 
 def _identity(model: ModelInfo) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, Any
 
 from artifacts.cli.arguments import Json, Out, deliver
@@ -42,7 +43,7 @@ def run(config: Config) -> int:
     if config.out is None:
         deliver(text, json.dumps(schema()), config.as_json)
         return 0
-    if config.out.is_dir():
+    if os.path.isdir(config.out):
         out = config.out / SCHEMA_FILE
     else:
         out = config.out

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, naming, shorten
+from artifacts.files import followed
 from artifacts.interop.kv_heads import (
     SINKS,
     SLIDES,
@@ -82,7 +84,9 @@ def read(source: Source, options: ImportOptions) -> Import:
         len(drawn),
     )
     full = {at for at, stream in zip(heads, streams, strict=True) if not stream}
-    config = _config(source.path.with_name("config.json")) or {
+    # Next to the table, or to a link on the way to it.
+    neighbors = (place.with_name("config.json") for place in followed(source.path))
+    config = next((each for each in map(_config, neighbors) if each), None) or {
         "sink_size": SINKS,
         "recent_size": WINDOW,
     }
@@ -113,7 +117,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
             config.json.
     """
     config_file = out.with_name("config.json")
-    if config_file.exists() and _config(config_file) is None:
+    if os.path.exists(config_file) and _config(config_file) is None:
         with naming(config_file):
             raise ArtifactError(
                 "exists and is not DuoAttention's: write the table into another folder"
@@ -226,7 +230,7 @@ def _table(text: str) -> Table:
 
 def _config(file: Path) -> dict[str, Any] | None:
     """Read DuoAttention's config.json; None if it is missing or belongs to a model."""
-    if not file.is_file():
+    if not os.path.isfile(file):
         return None
     with naming(file):
         config = Source.read(file).json()

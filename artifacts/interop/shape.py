@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +159,7 @@ def model_shape(
 def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
     if path is None:
         return None, {}
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
     source = Source.read(path)
     with naming(path):
@@ -224,5 +225,5 @@ def _name(path: Path | None, config: Mapping[str, Any]) -> str | None:
     if isinstance(name, str) and name:
         return name
     if path:
-        return path.resolve().parent.name or None
+        return Path(os.path.realpath(path)).parent.name or None
     return None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from artifacts.errors import HeadwiseError, reason, shorten
+from artifacts.errors import HeadwiseError, one_line, reason, shorten
 from artifacts.files import atomic_write, open_regular
 from artifacts.store import strict_yaml
 
@@ -39,7 +40,7 @@ def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[None]:
 
     path = target.with_name(f".{target.stem}.lock")
     shown = shorten(str(target), 400)
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):
         # Creating the lock file would create the folder.
         raise HeadwiseError(f"cannot write {shown}: no such file or directory")
     lock = FileLock(path, timeout=timeout, thread_local=False)
@@ -53,10 +54,10 @@ def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[None]:
         raise HeadwiseError(
             f"cannot write {shown}: another process {since}; wait for it or end it"
         ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) not in _NO_LOCKS:
             raise HeadwiseError(
-                f"cannot write {shown}: its lock file {path.name}: {reason(error)}"
+                f"cannot write {shown}: its lock file {one_line(path.name)}: {reason(error)}"
             ) from error
     try:
         yield
@@ -89,7 +90,7 @@ def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) 
     new = None
     if name is not None:
         new = path.with_name(name)
-    created = new is not None and not new.exists()
+    created = new is not None and not os.path.exists(new)
     try:
         if new is not None and data is not None:
             atomic_write(new, data)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from artifacts.errors import ArtifactError, naming, one_line, shorten
-from artifacts.files import read_regular
+from artifacts.errors import ArtifactError, naming, path_text, shorten
+from artifacts.files import followed, read_regular
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
@@ -50,7 +50,7 @@ def load(
     """Read an artifact and check it against its hash.
 
     Args:
-        path: YAML file.
+        path: YAML file, or a symbolic link to it.
         check_sidecar: read the sidecar too, and check its hash and its arrays; if False, the
             sidecar may be missing.
         verify: PEM file of a public key. An artifact without a signature by this key is rejected
@@ -112,11 +112,11 @@ def read_pair(path: Path, *, verify: Key | None = None, check_content: bool = Tr
         except FileNotFoundError as error:
             file = Path(error.filename)
             # A writer may have switched to a new pair since the YAML was read.
-            if read_yaml(path) == data and not file.exists():
+            if read_yaml(path) == data and not os.path.exists(file):
                 break
     raise ArtifactError(
-        f"{one_line(str(path))}: sidecar.file: {shorten(file.name)} is missing from "
-        f"{shorten(str(path.parent), 400)}; the two files belong together"
+        f"{path_text(path)}: sidecar.file: {shorten(file.name)} is missing from "
+        f"{shorten(str(file.parent), 400)}; the two files belong together"
     )
 
 
@@ -130,7 +130,7 @@ def read_lenient(path: Path) -> Pair:
         return read_pair(path)
     except ArtifactError as error:
         data = read_yaml(path)
-        fault = str(error).removeprefix(f"{one_line(str(path))}: ")
+        fault = str(error).removeprefix(f"{path_text(path)}: ")
         return Pair(artifact=_parse(path, data), data=data, fault=fault)
 
 
@@ -140,8 +140,8 @@ def read_yaml(path: Path) -> bytes:
     Raises:
         ArtifactError: the file cannot be read, or has more than 16 MiB.
     """
-    if path.is_dir():
-        raise ArtifactError(f"{one_line(str(path))}: is a directory, give the artifact's YAML file")
+    if os.path.isdir(path):
+        raise ArtifactError(f"{path_text(path)}: is a directory, give the artifact's YAML file")
     return read_regular(path, MAX_BYTES, "an artifact's YAML file")
 
 
@@ -180,6 +180,12 @@ def _parse(
         return artifact
 
 
+def _beside(path: Path, name: str) -> Path:
+    """Return the file of this name next to the YAML file, or next to a link on the way to it."""
+    files = [place.with_name(name) for place in followed(path)]
+    return next((file for file in files if os.path.exists(file)), files[0])
+
+
 def _arrays(path: Path, artifact: Artifact) -> dict[str, Array]:
     """Read the arrays of the sidecar, if any.
 
@@ -189,7 +195,6 @@ def _arrays(path: Path, artifact: Artifact) -> dict[str, Array]:
     with naming(path):
         arrays: dict[str, Array] = {}
         if artifact.sidecar is not None:
-            file = path.with_name(artifact.sidecar.file)
-            arrays = read_arrays(file, artifact.sidecar.sha256)
+            arrays = read_arrays(_beside(path, artifact.sidecar.file), artifact.sidecar.sha256)
         check_arrays(artifact, arrays)
         return arrays

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TypeAlias, cast
 
-from artifacts.errors import ArtifactError, HeadwiseError, one_line, shorten
-from artifacts.files import read_regular
+from artifacts.errors import ArtifactError, HeadwiseError, one_line, path_text, reason, shorten
+from artifacts.files import followed, open_regular, read_regular
 
 # A PEM file.
 Key: TypeAlias = "str | os.PathLike[str]"
@@ -41,6 +41,7 @@ def signature(path: Path, data: bytes, key: Key, passphrase: bytes | None = None
         HeadwiseError: `key` is not such a key, or model-signing is not installed.
     """
     library = _library()
+    _check_key(key)
     try:
         config = library.signing.Config().use_elliptic_key_signer(
             private_key=key, password=passphrase
@@ -64,28 +65,46 @@ def check_signature(path: Path, data: bytes, key: Key) -> None:
         HeadwiseError: `key` is not a public key, or model-signing is not installed.
     """
     library = _library()
+    _check_key(key)
     try:
         config = library.verifying.Config().use_elliptic_key_verifier(public_key=key)
     except Exception as error:
         raise HeadwiseError(_refusal(key, "public", error)) from None
     config.set_hashing_config(library.hashing.Config())
-    shown = one_line(str(path))
-    file = signature_path(path)
-    if not file.exists():
-        raise ArtifactError(f"{shown}: is not signed, {shorten(file.name)} is missing")
-    bundle = read_regular(file, _MAX_BYTES, "a signature")
-    with TemporaryDirectory() as folder:
-        copy = Path(folder) / path.name
-        copy.write_bytes(data)
-        signature_path(copy).write_bytes(bundle)
-        try:
-            config.verify(copy, signature_path(copy))
-        # The library does not wrap exceptions from a malformed bundle.
-        except Exception as error:
-            raise ArtifactError(
-                f"{shown}: {shorten(file.name)} is no signature of this file by {_shown(key)}, "
-                f"{_why(error)}"
-            ) from None
+    shown = path_text(path)
+    # Next to the file, or to a link on the way to it.
+    places = [place for place in followed(path) if os.path.exists(signature_path(place))]
+    if not places:
+        raise ArtifactError(
+            f"{shown}: is not signed, {shorten(signature_path(path).name)} is missing"
+        )
+    for number, place in enumerate(places, start=1):
+        file = signature_path(place)
+        bundle = read_regular(file, _MAX_BYTES, "a signature")
+        with TemporaryDirectory() as folder:
+            # The signature has the name of its neighbor.
+            copy = Path(folder) / place.name
+            copy.write_bytes(data)
+            signature_path(copy).write_bytes(bundle)
+            try:
+                config.verify(copy, signature_path(copy))
+                return
+            # The library does not wrap exceptions from a malformed bundle.
+            except Exception as error:
+                if number == len(places):
+                    raise ArtifactError(
+                        f"{shown}: {shorten(file.name)} is no signature of this file by "
+                        f"{_shown(key)}, {_why(error)}"
+                    ) from None
+
+
+def _check_key(key: Key) -> None:
+    """Check that the key can be opened: the library would wait for a pipe."""
+    try:
+        with open_regular(key):
+            pass
+    except (OSError, ValueError) as error:
+        raise HeadwiseError(f"{_shown(key)}: the key cannot be read, {reason(error)}") from None
 
 
 def _refusal(key: Key, kind: str, error: Exception) -> str:
@@ -93,7 +112,7 @@ def _refusal(key: Key, kind: str, error: Exception) -> str:
 
 
 def _shown(key: Key) -> str:
-    return one_line(os.fspath(key))
+    return path_text(key)
 
 
 def _why(error: Exception) -> str:

@@ -125,11 +125,15 @@ def _mismatch(upload: Upload, gguf: Path) -> str | None:
 def _convert(gguf: Path, folder: Path, dtype: str) -> None:
     """Write the dequantized weights and the tokenizer as transformers reads them."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoTokenizer, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
+    from profiling.models.completeness import complete_model
+    from profiling.models.gguf import read_config
+
+    model = complete_model(
+        str(gguf.parent),
         gguf_file=gguf.name,
+        config=read_config([gguf]),
         dtype=getattr(torch, dtype),
         quantization_config=GgufConfig(dequantize=True),
     )

@@ -23,6 +23,7 @@ from artifacts import HeadwiseError
 from kernels import registry
 from kernels.call import MAX_QUERIES, Operands
 from kernels.decode import decode_attention
+from profiling.finite import check_finite
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
@@ -114,7 +115,9 @@ def _of_prompt(
         def visit(inputs: LayerInputs) -> None:
             shown.update()
             if inputs.sliding_window is None and inputs.sinks is None:
-                error[inputs.layer], retained[inputs.layer] = _walk(inputs, stream, shares)
+                walked = error[inputs.layer], retained[inputs.layer] = _walk(inputs, stream, shares)
+                what = f"{prompt.task}: errors of budgets in layer {inputs.layer} are"
+                check_finite(walked, what, model)
 
         capture(
             model,

@@ -10,6 +10,7 @@ from artifacts import HeadwiseError
 from artifacts.cli.arguments import TASKS, ArtifactFile, Device, Dtype, ModelName, Seed, Task
 from artifacts.cli.options import ADVANCED, Arg, CommandConfig
 from profiling.caches.parsing import CACHES, parse_cache
+from profiling.prompts.prompt import parse_task
 from runtime.memory import OFFLOADS
 
 
@@ -70,6 +71,9 @@ class Comparison(CommandConfig):
             raise HeadwiseError("name an artifact with a decode section, or caches with --policy")
         if self.dense_prefill and self.offload != ("auto",):
             raise HeadwiseError("--dense-prefill makes a cache of its own: leave --offload away")
+        parse_task(self.task)
+        if self.text is not None:
+            parse_task(f"text:{self.text}")
         for text in self.policies:
             parse_cache(text)
             if self.policies.count(text) > 1:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from profiling.decoding.steps import filled, methods, step_seconds
 from profiling.decoding.table import Row, apart, in_blocks
 from profiling.environment import environment
 from profiling.evaluation.intervals import mean_interval
+from profiling.finite import check_finite
 from profiling.ledger import Ledger
 from profiling.models.device import settled
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, Units, unit_means, units, unseen_prompts
 from profiling.prompts.prompt import Prompt, Task, digest, parse_task
@@ -34,7 +38,6 @@ from profiling.speed.baselines import KERNEL, MODEL, dense, of_rounds
 from runtime import LoadedArtifact
 from runtime import load as load_headwise
 from runtime.caches.make import make_cache
-from runtime.fingerprint import fingerprint
 from runtime.memory import CacheBytes, cache_bytes
 
 
@@ -46,12 +49,17 @@ class Timed:
     held: dict[str, CacheBytes]
 
 
-def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], dict[str, Any]]:
-    """Load the model and compare the methods; return their rows, dense first, and the record.
+@contextmanager
+def comparison(
+    config: Comparison, file: Path | None = None, *, fresh: bool = False
+) -> Iterator[tuple[list[Row], dict[str, Any]]]:
+    """Load the model and compare the methods; yield their rows, dense first, and the record.
 
     Args:
         config: the model, the methods and what to measure.
-        ledger: keeps the quality of the methods that are done.
+        file: where the record will be. Next to it is the resume file, with the quality of the
+            methods that are done, until the block ends without an error; None for none.
+        fresh: discard the resume file.
 
     Raises:
         HeadwiseError: the artifact has no decode section, or is for another model.
@@ -59,6 +67,22 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     headwise = _artifact(config)
     config = settled(config)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    if file is None:
+        yield _compare(config, headwise, loaded, None)
+        return
+    model = identity_of(loaded.model, loaded.name)
+    with Ledger(file, "decode", model, fresh=fresh) as ledger:
+        yield _compare(config, headwise, loaded, ledger)
+        ledger.remove()
+
+
+def _compare(
+    config: Comparison,
+    headwise: LoadedArtifact | None,
+    loaded: LoadedModel,
+    ledger: Ledger | None,
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and record of the methods; timed rounds are always measured again."""
     compared = methods(headwise, config.offload)
     compared += [of_policy(loaded, text, parse_cache(text)) for text in config.policies]
     timed = _timed(config, loaded, compared)
@@ -72,9 +96,7 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     if config.text:
         task = parse_task(f"text:{config.text}")
         texts = _prompts(config, loaded, seen, task, config.text_length, config.texts, notes)
-    depends: dict[str, Any] = {}
-    if ledger is not None:
-        depends = _depends(config, loaded, prompts, texts)
+    depends = _depends(config, prompts, texts)
     text_units = units(texts)
     rows: list[Row] = []
     losses: dict[str, Tensor] = {}
@@ -141,13 +163,11 @@ def _chooses(method: Method) -> bool:
 
 
 def _depends(
-    config: Comparison, loaded: LoadedModel, prompts: Sequence[Prompt], texts: Sequence[Prompt]
+    config: Comparison, prompts: Sequence[Prompt], texts: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """Collect all that a method's quality depends on besides the method."""
-    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    """Collect all that a method's quality depends on besides the method and the model."""
     settings = ("dtype", "device", "forced", "dense_prefill", "prefill_chunk")
     return {
-        "weights": model.weights_sha256,
         "prompts": digest(prompts),
         "texts": digest(texts),
         **{name: getattr(config, name) for name in settings},
@@ -185,6 +205,8 @@ def _quality(
         elif texts:
             begun = prefilled or begin(loaded.model, new_cache, texts, config.forced)
             losses = forced_losses(loaded.model, begun, config.forced).cpu().numpy()
+        if losses is not None:
+            check_finite(losses, f"{config.text}: losses of {method.name} are", loaded.model)
         if _chooses(method):
             tokens = applied.stats().get("tokens")
     return {"answers": replies, "losses": losses, "tokens": tokens}

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from artifacts import Artifact, HeadwiseError
+from artifacts.errors import reason, shorten
 from artifacts.store.hashing import canonical_json
 from profiling.evaluation.config import ALL_TASKS, GRID, Evaluation
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import Row, rows_of
+from profiling.finite import check_finite
 from profiling.ledger import Ledger, Unit
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, seeded_prompts, units
@@ -30,7 +33,6 @@ from profiling.quality.method import Method
 from profiling.quality.sequences import kl_divergence
 from profiling.quality.trials import VERSION, context_log_probs, trials
 from profiling.speed.baselines import MODEL
-from runtime.devices import execution_device
 
 OUTPUT = "evaluation.json"
 
@@ -160,13 +162,16 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
     return sets
 
 
-def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
+def open_ledger(folder: Path, loaded: LoadedModel, *, fresh: bool) -> Ledger:
     """Open the resume file of all evaluations in a folder; it stays for later runs."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {folder}: {error.strerror}") from None
-    return Ledger(folder / OUTPUT, "evaluate", fresh=fresh)
+    except (OSError, ValueError) as error:
+        raise HeadwiseError(
+            f"cannot make the folder {shorten(str(folder), 400)}: {reason(error)}"
+        ) from None
+    model = identity_of(loaded.model, loaded.name)
+    return Ledger(folder / OUTPUT, "evaluate", model, fresh=fresh)
 
 
 def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> Measured:
@@ -176,7 +181,7 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
         for length in config.lengths
         for each in prompt_sets(config, loaded.tokenizer, length, methods.seen)
     ]
-    of = _Units(ledger, methods.artifact, loaded)
+    of = _Units(ledger)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
     rows: list[Row] = []
     # In prompt tokens: they are what takes time.
@@ -233,6 +238,10 @@ def _run(
                     elif expected is not None and trial.log_probs is not None:
                         divergence = kl_divergence(expected, trial.log_probs)
                         record = {**record, "kl": max(float(divergence.mean()), 0.0)}
+                    for name, value in record.items():
+                        if value is not None and name != "text":
+                            what = f"{first.task}, {length} tokens: {name} of {method.name} is"
+                            check_finite(value, what, loaded.model)
                     ledger.put(units[missing[trial.number]], record)
             shown.update(tokens)
 
@@ -293,13 +302,10 @@ def _digest(prompt: Prompt) -> str:
 class _Units:
     """A prompt under a method as a unit of the ledger: by all that its record depends on."""
 
-    def __init__(self, ledger: Ledger, artifact: Artifact, loaded: LoadedModel) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
-        dtype = str(loaded.model.dtype).removeprefix("torch.")
-        self._before = f"trial/{VERSION}/{weights}/{dtype}/{execution_device(loaded.model).type}"
 
     def __call__(self, method: Method, length: int, digest: str) -> Unit:
         return self._ledger.unit(
-            f"{self._before}/{method.name}.{method.identity}/{length}/{digest}"
+            f"trial/{VERSION}/{method.name}.{method.identity}/{length}/{digest}"
         )

@@ -92,9 +92,7 @@ class Methods:
         self._ledger = ledger
         self._found: dict[str, Any] = {}
         self._costs: dict[int, PatternCosts] = {}
-        weights = artifact.model.weights_sha256
-        dtype = str(loaded.model.dtype)
-        self._of = digest(weights, _identity(self._patterns_of()), dtype, _VERSION)
+        self._of = digest(_identity(self._patterns_of()), _VERSION)
         tail = prefill.dense_tail or TAIL
         self._other_methods = {
             name: Methods(loaded, _with_tail(other, tail), its_arrays, ledger=ledger)

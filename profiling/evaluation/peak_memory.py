@@ -113,7 +113,7 @@ def high_water_mark(device: torch.device, *, reset: bool) -> int:
         if reset:
             torch.cuda.reset_peak_memory_stats(device)
         return int(torch.cuda.max_memory_allocated(device))
-    if not _STATUS.exists():
+    if not os.path.exists(_STATUS):
         import resource
 
         if sys.platform == "darwin":

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
+from artifacts.analysis.sections import check_measured
 from artifacts.cli.command import one_process
-from artifacts.files import check_writable
+from artifacts.files import check_folder, check_writable
 from profiling.evaluation.config import (
     DEFAULT_METHODS,
     DEPTHS,
@@ -66,7 +67,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         )
     for each in (artifact, *others.values()):
         check(each.model, loaded.model)
-    with open_ledger(config.out, fresh=config.fresh) as ledger:
+    with open_ledger(config.out, loaded, fresh=config.fresh) as ledger:
         methods = Methods(
             loaded,
             artifact,
@@ -83,7 +84,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
     )
     write_report(config.out, record)
     if config.attach:
-        _attach(config, record)
+        _attach(config, artifact, record)
     return record
 
 
@@ -102,6 +103,7 @@ def _check(
             raise HeadwiseError(
                 f"{file} and {config.configs[0]} do not go together: {error}"
             ) from None
+    check_folder(config.out)
     if config.attach:
         check_writable(config.configs[0])
     for name in quality.methods:
@@ -211,12 +213,18 @@ def _timed(
     )
 
 
-def _attach(config: Config, record: dict[str, Any]) -> None:
-    """Write the evidence into the first artifact."""
+def _attach(config: Config, measured: Artifact, record: dict[str, Any]) -> None:
+    """Write the evidence into the first artifact.
+
+    Raises:
+        HeadwiseError: the file has another artifact by now.
+    """
     entries = tuple(Measurement(**entry) for entry in evidence_entries(record))
 
-    def change(artifact: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
-        evidence = artifact.evidence.with_measurements(entries, command=config.command)
-        return artifact.model_copy(update={"evidence": evidence}), arrays
+    def change(now: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
+        # An evaluation takes a while, and other commands write into the same file.
+        check_measured(now, measured, config.configs[0])
+        evidence = now.evidence.with_measurements(entries, command=config.command)
+        return now.model_copy(update={"evidence": evidence}), arrays
 
     update(config.configs[0], change)

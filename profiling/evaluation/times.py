@@ -85,13 +85,9 @@ class _Clock:
         self._methods = methods
         self._ledger = ledger
         self._again = again
-        model = methods.artifact.model
-        where = [
-            *environment(execution_device(loaded.model)).values(),
-            str(loaded.model.dtype),
-            str(execution_device(loaded.model)),
-        ]
-        self._where = "/".join([(model.weights_sha256 or model.name)[:16], *where])
+        device = execution_device(loaded.model)
+        where = [*environment(device).values(), str(loaded.model.dtype), str(device)]
+        self._where = "/".join(where)
 
     def run(self, peak: Callable[[Method, int], int]) -> Times:
         config = self._config

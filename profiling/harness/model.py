@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -9,12 +11,19 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from artifacts import HeadwiseError
+from artifacts.store.hashing import canonical_json
+from profiling.environment import versions
+from profiling.models.identity import identity_of
 from profiling.models.loading import local_folder
 from profiling.models.packages import PACKAGES
 from runtime import Handle, load
 
 # What `config` is where the model's own attention is wanted.
 DENSE = "dense"
+# Key of the harness's cache of answers for what they depend on; others are hashes of requests.
+_OWNER = "headwise"
+# Arguments of HFLM that no answer depends on.
+_SPEED = {"batch_size", "max_batch_size", "device", "parallelize", "offload_folder"}
 
 
 @register_model("headwise")
@@ -24,6 +33,8 @@ class HeadwiseLM(HFLM):
     Log-likelihoods are one prefill each, by the artifact's patterns. Generation also has the
     artifact's caches.
     """
+
+    _model: Any
 
     def __init__(
         self,
@@ -59,10 +70,65 @@ class HeadwiseLM(HFLM):
         super().__init__(pretrained=pretrained, dtype=dtype, **kwargs)
         self._handle: Handle | None = None
         self._sparse_from: int | None = None
+        self._content = DENSE
+        # All that answers depend on besides the model and the request.
+        self._options: dict[str, Any] = {"point": point} | {
+            name: value
+            for name, value in kwargs.items()
+            if name not in _SPEED and isinstance(value, str | int | float)
+        }
         if headwise is not None:
             self._handle = headwise.apply(self.model, check_weights=check_weights)
             self._sparse_from = headwise.artifact.prefill.dense_below
-            self._content = headwise.artifact.content_sha256
+            self._content = str(headwise.artifact.content_sha256)
+
+    def _create_model(self, pretrained: Any, *, peft: str | None = None, **kwargs: Any) -> None:
+        """Load the model as HFLM does, without shrinking its vocabulary for an adapter.
+
+        HFLM cuts the embeddings to the tokenizer's words; with padded ones the model would then be
+        another one than the artifact's.
+        """
+        if peft is not None and kwargs.get("delta") is not None:
+            raise HeadwiseError(f"peft={peft} and delta={kwargs['delta']} exclude each other")
+        super()._create_model(pretrained, **kwargs)
+        if peft is None:
+            return
+        from peft import PeftModel
+
+        words = len(self.tokenizer)
+        if words > self._model.get_input_embeddings().num_embeddings:
+            self._model.resize_token_embeddings(words)
+        self._model = PeftModel.from_pretrained(
+            self._model, peft, revision=kwargs.get("revision", "main")
+        )
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Take the harness's cache of answers (--use_cache), which knows the requests alone.
+
+        Raises:
+            HeadwiseError: it has answers of another model or artifact, or the model cannot be
+                told from others.
+        """
+        if cache_hook.dbdict is not None:
+            self._check_answers(cache_hook.dbdict)
+        super().set_cache_hook(cache_hook)
+
+    def _check_answers(self, answers: Any) -> None:
+        identity = identity_of(self.model, DENSE)
+        if identity.unknown is not None:
+            raise HeadwiseError(
+                f"--use_cache cannot tell this model from others: {identity.unknown}; leave it out"
+            )
+        depends = [identity.key, self._content, self._options, versions(), version("lm_eval")]
+        own = hashlib.sha256(canonical_json(depends)).hexdigest()
+        if len(answers) == 0:
+            answers[_OWNER] = own
+            answers.commit()
+        elif answers.get(_OWNER) != own:
+            raise HeadwiseError(
+                f"--use_cache {answers.filename} has the answers of another model, artifact or "
+                "options: give each a file of its own"
+            )
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None

@@ -127,6 +127,10 @@ def gradient_pass(
         out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, outputs, watch, backend)
         return out.transpose(1, 2).contiguous(), None
 
+    fault = _why_none(model)
+    if fault is not None:
+        with masks_of(run), attending_with(model, NAME, attention, layer_mask):
+            return _without(model, input_ids, keep, fault)
     with (
         torch.enable_grad(),
         masks_of(run),
@@ -157,6 +161,16 @@ def gradient_pass(
             )
         torch.autograd.grad(states, entered[0], by_states)
     return DensePass(nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=True)
+
+
+def _why_none(model: PreTrainedModel) -> str | None:
+    """Reason why no gradients can be taken; None where they may be."""
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode is on"
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            return f"{name} was made in torch.inference_mode: load the model outside of it"
+    return None
 
 
 class _Dense(torch.autograd.Function):

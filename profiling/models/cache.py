@@ -39,10 +39,10 @@ def made_once(kind: str, key: str, make: Callable[[Path], None], *, name: str) -
         root.mkdir(parents=True, exist_ok=True)
         target = root / key
         unfinished = root / f"{key}.part"
-        if target.is_dir():
+        if os.path.isdir(target):
             return target
         with FileLock(root / f"{key}.lock"):
-            if target.is_dir():
+            if os.path.isdir(target):
                 return target
             shutil.rmtree(unfinished, ignore_errors=True)
             try:

@@ -5,44 +5,36 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import math
 import re
 import shutil
-import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.cli import command
 from artifacts.errors import one_line
 from profiling.models.cache import made_once
+from profiling.models.completeness import complete_model
+from profiling.models.gguf_config import FACTORS, completed
+from profiling.models.gguf_header import (
+    CHUNK,
+    DAMAGED,
+    MAGIC,
+    Header,
+    is_shard,
+    join_shards,
+    read_header,
+    shard_name,
+)
 
-_MAGIC = b"GGUF"
-_CHUNK = 1 << 22
-# The format's types of a value by number: bytes of those of a fixed size, text, and arrays.
-_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_TEXT = 8
-_ARRAY = 9
 # Of a model's name, in characters.
 _LONGEST_NAME = 100
 # Part of the key: increment it if a conversion writes different files than before.
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Header:
-    """Header of a GGUF file.
-
-    Attributes:
-        name: `general.name`; None if it is not set.
-        elements: numbers in all tensors.
-    """
-
-    name: str | None
-    elements: int
+_FORMAT = 2
 
 
 def model_name(file: Path) -> str:
@@ -52,73 +44,12 @@ def model_name(file: Path) -> str:
     "Qwen2.5 Coder 0.5B Instruct" is Qwen2.5-Coder-0.5B-Instruct.
     """
     try:
-        name = read_header(file).name or ""
+        name = str(read_header(file).fields.get("general.name", ""))
     # The readers of tokenizer and weights have the message about a damaged file.
-    except (OSError, ValueError, KeyError, OverflowError, RecursionError, struct.error):
+    except DAMAGED:
         name = ""
     slug = re.sub(r"[^\w.+]+", "-", name).strip("-.")[:_LONGEST_NAME]
-    return slug or file.stem
-
-
-def read_header(path: Path) -> Header:
-    """Read the header of a little-endian GGUF file, without its vocabulary.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged; so is one that raises KeyError, OverflowError,
-            RecursionError or struct.error.
-    """
-    name = None
-    elements = 0
-    with open(path, "rb") as file:
-        magic, _, tensors, entries = _unpack(file, "4sIQQ")
-        if magic != _MAGIC:
-            raise ValueError("it does not start with 'GGUF'")
-        for _ in range(entries):
-            key = _text(file)
-            (kind,) = _unpack(file, "I")
-            if key == "general.name" and kind == _TEXT:
-                name = _text(file)
-            else:
-                _skip(file, kind)
-        for _ in range(tensors):
-            _text(file)
-            (dimensions,) = _unpack(file, "I")
-            shape = _unpack(file, f"{dimensions}Q")
-            _unpack(file, "IQ")
-            size = 1
-            for extent in shape:
-                size *= extent
-            elements += size
-    return Header(name, elements)
-
-
-def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
-    layout = f"<{layout}"
-    return struct.unpack(layout, file.read(struct.calcsize(layout)))
-
-
-def _text(file: BinaryIO) -> str:
-    (length,) = _unpack(file, "Q")
-    if length > _CHUNK:
-        raise ValueError(f"a text of {length} bytes")
-    return file.read(length).decode()
-
-
-def _skip(file: BinaryIO, kind: int) -> None:
-    """Move behind a value of this type."""
-    if kind == _TEXT:
-        (length,) = _unpack(file, "Q")
-        file.seek(length, io.SEEK_CUR)
-    elif kind == _ARRAY:
-        inner, length = _unpack(file, "IQ")
-        if inner in _BYTES:
-            file.seek(_BYTES[inner] * length, io.SEEK_CUR)
-        else:
-            for _ in range(length):
-                _skip(file, inner)
-    else:
-        file.seek(_BYTES[kind], io.SEEK_CUR)
+    return slug or shard_name(file.stem)
 
 
 def read_tokenizer(parts: Sequence[Path]) -> Any:
@@ -139,10 +70,8 @@ def read_config(parts: Sequence[Path]) -> Any:
     Raises:
         HeadwiseError: it cannot be read.
     """
-    from transformers import AutoConfig
-
     with _place(parts) as place, _readable(parts):
-        return AutoConfig.from_pretrained(**place)
+        return _config(place)
 
 
 def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
@@ -156,9 +85,12 @@ def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
     Raises:
         HeadwiseError: the file cannot be read or converted, or the cache folder cannot be written.
     """
+    import transformers
+
     with _readable(parts):
         _check_start(parts)
-        key = f"{_sha256(parts)[:32]}-{dtype}-{_FORMAT}"
+        version = transformers.__version__
+        key = f"{_sha256(parts)[:32]}-{dtype}-{_FORMAT}-transformers-{version}"
     return made_once(
         "models", key, lambda folder: _convert(parts, folder, name=name, dtype=dtype), name=name
     )
@@ -166,13 +98,14 @@ def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
 
 def _convert(parts: Sequence[Path], folder: Path, *, name: str, dtype: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoTokenizer, GgufConfig
 
     folder.mkdir()
     with _place(parts, folder.parent) as place:
         with _readable(parts):
-            whole = Path(place["pretrained_model_name_or_path"], place["gguf_file"])
-            size = read_header(whole).elements * getattr(torch, dtype).itemsize
+            header = read_header(_whole(place))
+            config = _config(place)
+            size = header.elements * getattr(torch, dtype).itemsize
         if command.verbosity >= 0:
             print(
                 f"converting {name} from GGUF to {dtype} once; the cache {folder.parent} grows by "
@@ -181,14 +114,47 @@ def _convert(parts: Sequence[Path], folder: Path, *, name: str, dtype: str) -> N
                 flush=True,
             )
         with _readable(parts), _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
+            model = complete_model(
                 **place,
+                config=config,
                 dtype=getattr(torch, dtype),
                 quantization_config=GgufConfig(dequantize=True),
             )
+            _check_tensors(model, header)
             tokenizer = AutoTokenizer.from_pretrained(**place)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _config(place: dict[str, str]) -> Any:
+    """Read the configuration, with what transformers leaves out."""
+    from transformers import AutoConfig
+
+    whole = _whole(place)
+    return completed(AutoConfig.from_pretrained(**place), whole, read_header(whole))
+
+
+def _check_tensors(model: Any, header: Header) -> None:
+    """Raise HeadwiseError if the file has tensors that are not in the model.
+
+    transformers' older loader skips those without a word.
+    """
+    state = model.state_dict()
+    tied = {each.data_ptr(): each.numel() for each in state.values()}
+    loaded = sum(tied.values())
+    drafts = header.fields.get(f"{header.fields['general.architecture']}.nextn_predict_layers", 0)
+    prefixes = tuple(f"blk.{model.config.num_hidden_layers + at}." for at in range(drafts))
+    present = [
+        each
+        for each in header.tensors
+        if each.name not in FACTORS and not each.name.startswith(prefixes)
+    ]
+    stored = sum(math.prod(each.shape) for each in present)
+    if stored != loaded:
+        raise HeadwiseError(
+            f"its {len(present)} tensors have {stored:,} numbers, the model has {loaded:,}: "
+            "transformers does not know all of them"
+        )
 
 
 @contextlib.contextmanager
@@ -199,15 +165,27 @@ def _place(parts: Sequence[Path], scratch: Path | None = None) -> Iterator[dict[
         return
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         whole = Path(folder) / "model.gguf"
-        with open(whole, "wb") as joined:
-            for part in parts:
-                with open(part, "rb") as file:
-                    shutil.copyfileobj(file, joined, _CHUNK)
+        with _readable(parts):
+            if is_shard(parts[1]):
+                join_shards(parts, whole)
+            else:
+                _join_pieces(parts, whole)
         yield _arguments(whole)
+
+
+def _join_pieces(parts: Sequence[Path], whole: Path) -> None:
+    with open(whole, "wb") as joined:
+        for part in parts:
+            with open(part, "rb") as file:
+                shutil.copyfileobj(file, joined, CHUNK)
 
 
 def _arguments(file: Path) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+def _whole(place: dict[str, str]) -> Path:
+    return Path(place["pretrained_model_name_or_path"], place["gguf_file"])
 
 
 @contextlib.contextmanager
@@ -226,8 +204,8 @@ def _readable(parts: Sequence[Path]) -> Iterator[None]:
     file = one_line(parts[0].name)
     try:
         yield
-    except HeadwiseError:
-        raise
+    except HeadwiseError as error:
+        raise HeadwiseError(f"cannot use the GGUF file {file}: {error}") from error
     except ImportError as error:
         raise HeadwiseError(
             f"the GGUF file {file} needs the package gguf: pip install 'headwise[search]'"
@@ -244,16 +222,14 @@ def _readable(parts: Sequence[Path]) -> Iterator[None]:
 
 def _check_start(parts: Sequence[Path]) -> None:
     with open(parts[0], "rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise HeadwiseError(
-                f"{one_line(parts[0].name)} is no GGUF file: it does not start with 'GGUF'"
-            )
+        if file.read(len(MAGIC)) != MAGIC:
+            raise HeadwiseError("it does not start with 'GGUF'")
 
 
 def _sha256(parts: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         with open(part, "rb") as file:
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(CHUNK):
                 digest.update(chunk)
     return digest.hexdigest()

@@ -21,8 +21,10 @@ from artifacts import HeadwiseError
 from artifacts.cli.arguments import DTYPES
 from artifacts.errors import one_line, shorten
 from profiling.inside.capture import capture
+from profiling.models.completeness import complete_model
 from profiling.models.device import check_device, default_dtype, resolve_device
 from profiling.models.gguf import converted, model_name, read_config, read_tokenizer
+from profiling.models.gguf_header import shards
 from profiling.models.packages import PACKAGES, package_files, package_revision
 from runtime.devices import execution_device
 
@@ -115,8 +117,9 @@ def check_attention(model: Any, name: str) -> None:
     tokens = torch.zeros(1, 2, dtype=torch.long, device=execution_device(model))
     try:
         capture(model, tokens, lambda inputs: None)
-    except HeadwiseError as error:
-        raise HeadwiseError(f"cannot use {name}: {error}") from None
+    # A HeadwiseError, or accelerate's of a weight of another shape in the files.
+    except ValueError as error:
+        raise HeadwiseError(f"cannot use {name}: {one_line(str(error))}") from None
 
 
 def load_tokenizer(spec: str, *, revision: str | None = None) -> Any:
@@ -169,8 +172,10 @@ def local_folder(package: str, *, dtype: str) -> str:
 
 
 def _find(spec: str, revision: str | None) -> _Source:
-    path = Path(spec).expanduser()
-    local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)
+    path = Path(os.path.expanduser(spec))
+    local = (
+        spec in PACKAGES or path.suffix == ".gguf" or os.path.exists(path) or _looks_like_path(spec)
+    )
     if local and revision is not None:
         raise HeadwiseError(
             f"--revision {revision} is for a model on the hub, {shorten(spec)} is not from there"
@@ -179,12 +184,13 @@ def _find(spec: str, revision: str | None) -> _Source:
         files = tuple(package_files(spec))
         return _Source(name=spec, revision=package_revision(spec), gguf=files)
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise HeadwiseError(f"unknown model {shorten(spec)}: there is no such file")
-        return _Source(name=model_name(path), gguf=(path,))
+        files = shards(path)
+        return _Source(name=model_name(files[0]), gguf=files)
     if local:
         _check_folder(path, spec)
-        return _Source(name=path.resolve().name, place=str(path))
+        return _Source(name=Path(os.path.realpath(path)).name, place=str(path))
     return _Source(name=spec, revision=revision, place=spec, on_hub=True)
 
 
@@ -198,11 +204,11 @@ def _looks_like_path(spec: str) -> bool:
 
 
 def _check_folder(path: Path, spec: str) -> None:
-    if not path.exists() or not spec:
+    if not os.path.exists(path) or not spec:
         raise HeadwiseError(f"unknown model {shorten(spec)}: there is no such folder")
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise HeadwiseError(f"unknown model {shorten(spec)}: neither a folder nor a .gguf file")
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):
         raise HeadwiseError(
             f"the folder {shorten(spec)} is no model for transformers: it has no config.json"
         )
@@ -233,9 +239,7 @@ def _load(source: _Source, dtype: str, placement: dict[str, Any]) -> tuple[Any, 
         raise HeadwiseError(f"{source.name} ({config.model_type}) is not a causal language model")
     with _one_line_of(source, options):
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, dtype), **placement, **options
-        )
+        model = complete_model(place, dtype=getattr(torch, dtype), **placement, **options)
     if source.gguf:
         # Else the folder of the conversion, whose name is a hash.
         model.name_or_path = source.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,6 @@ def installed_file(module: str, file: str) -> Path | None:
     """A data file of an installed top-level package, None where it is not there."""
     spec = importlib.util.find_spec(module)
     for folder in (spec.submodule_search_locations if spec else None) or ():
-        if (path := Path(folder, file)).is_file():
+        if os.path.isfile(path := Path(folder, file)):
             return path
     return None

@@ -25,7 +25,7 @@ from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import shorten
 from profiling.pictures.registry import pictures
 from profiling.prompts.prompt import parse_task
-from profiling.similarities.config import DEFAULT_LENGTH
+from profiling.similarities.config import DEFAULT_LENGTH, SHORTEST
 
 _PICTURES = pictures("model", "profile")
 _NAMES = ", ".join(_PICTURES)
@@ -89,6 +89,12 @@ class Heatmaps(CommandConfig):
                 raise HeadwiseError(f"unknown picture {shorten(name)}; known: {_NAMES}")
             if _PICTURES[name].of == "model" and (self.model is None or self.head is None):
                 raise HeadwiseError(f"the picture {name!r} needs --model and --head")
+        measured = [name for name in self.names if _PICTURES[name].of == "profile"]
+        if self.profile is None and measured and (self.length or SHORTEST) < SHORTEST:
+            raise HeadwiseError(
+                f"--length must be at least {SHORTEST} for the picture {measured[0]!r}, got "
+                f"{self.length}"
+            )
         return self
 
     @property

@@ -76,10 +76,13 @@ def _line(line: str, place: str) -> tuple[str, str | None]:
         raise HeadwiseError(
             f"{place}: give one of {', '.join(_FIELDS)}, found {', '.join(named) or 'none'}"
         )
-    if record.get("answer") is None:
-        answer = None
-    else:
+    answer = None
+    if record.get("answer") is not None:
         answer = _text(record, "answer", place)
+    elif record.get("answers") is not None:
+        raise HeadwiseError(
+            f"{place}: answers is not read, got {shorten(record['answers'])}: give answer, a string"
+        )
     return _text(record, named[0], place), answer
 
 
@@ -87,13 +90,29 @@ def _text(record: dict[str, Any], name: str, place: str) -> str:
     value = record[name]
     if not isinstance(value, str):
         raise HeadwiseError(f"{place}: {name} must be a string, got {shorten(value)}")
+    if not value.strip():
+        raise HeadwiseError(f"{place}: {name} must have text, got {shorten(value)}")
     return value
+
+
+class _DuplicateKeyError(Exception):
+    """A key that appears twice, of which json would take the last."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its pairs; _DuplicateKeyError if two have the same key."""
+    record: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in record:
+            raise _DuplicateKeyError(shorten(name))
+        record[name] = value
+    return record
 
 
 def _record(line: str, place: str) -> dict[str, Any]:
     """Parse a JSON object; HeadwiseError names the line that is cut off or holds none."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_unique)
         if _HALF_PAIR.search(line):
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -102,6 +121,8 @@ def _record(line: str, place: str) -> dict[str, Any]:
         raise HeadwiseError(
             f"{place}: not JSON: {error.msg.lower()} at column {error.colno}"
         ) from error
+    except _DuplicateKeyError as error:
+        raise HeadwiseError(f"{place}: the key {error} appears twice: remove one") from None
     except RecursionError as error:
         raise HeadwiseError(f"{place}: not usable JSON: nested too deeply") from error
     if not isinstance(record, dict):

@@ -88,6 +88,12 @@ class Prompt:
         length = len(self.context)
         if not 0 <= self.turn < max(1, len(self.input_ids)):
             raise ValueError(f"turn must be from 0 to {len(self.input_ids) - 1}, got {self.turn}")
+        answers = [*self.references, *(find.expected for find in self.finds)]
+        if self.answer is not None:
+            answers.append(self.answer)
+        if blank := [each for each in answers if not each.strip()]:
+            # Any text begins with it, and contains it.
+            raise ValueError(f"an answer must have text, got {blank[0]!r}")
         if wrong := [span for span in self.scored if not 0 < span[0] < span[1] <= length]:
             raise ValueError(f"scored ranges must lie within 1 to {length}, got {wrong[0]}")
 

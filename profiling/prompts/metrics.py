@@ -24,17 +24,31 @@ def score(prompt: Prompt, text: str) -> float:
 
 
 def is_final(prompt: Prompt, text: str) -> bool:
-    """True if the score is 1, which no further text can lower."""
+    """True if the score is 1, which no further text can lower: not even another digit."""
     has_answer = bool(prompt.references) or prompt.answer is not None
-    return has_answer and score(prompt, text) == 1
+    return has_answer and score(prompt, text) == 1 and score(prompt, f"{text}0") == 1
 
 
 def _begins(prompt: Prompt, text: str, references: Sequence[str]) -> float:
     """Score 1 where the text begins with an answer, or names all finds in their order."""
     if len(prompt.finds) < 2:
-        return float(any(text.startswith(reference.strip()) for reference in references))
-    pattern = ".*?".join(re.escape(find.expected.strip()) for find in prompt.finds)
+        return float(any(re.match(_whole(reference), text) for reference in references))
+    pattern = ".*?".join(_whole(find.expected) for find in prompt.finds)
     return float(re.match(pattern, text, re.DOTALL) is not None)
+
+
+def _whole(answer: str) -> str:
+    """Make a pattern of an answer in which a number is no part of a longer one.
+
+    The papers of these tasks compare the number that the text states.
+    """
+    answer = answer.strip()
+    pattern = re.escape(answer)
+    if answer[0].isdigit():
+        pattern = rf"(?<!\d){pattern}"
+    if answer[-1].isdigit():
+        pattern = rf"{pattern}(?!\d)"
+    return pattern
 
 
 def _all(text: str, references: Sequence[str]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -112,9 +113,9 @@ def parse_task(text: str) -> Task:
         raise HeadwiseError(f"the task {name!r} needs a file: {name}:FILE")
     if not file:
         return Task(name, None, parameters)
-    path = Path(file).expanduser()
-    if not path.is_file():
-        if path.exists():
+    path = Path(os.path.expanduser(file))
+    if not os.path.isfile(path):
+        if os.path.exists(path):
             wrong = "is not a file"
         else:
             wrong = "does not exist"

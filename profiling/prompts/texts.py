@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from artifacts import HeadwiseError
+from artifacts.errors import reason
 from profiling.prompts.kind import Prompt, Request, Span, task
 from profiling.prompts.tokens import Encoder, Ids
 
@@ -153,7 +154,5 @@ def read_text(file: Path) -> str:
         raise HeadwiseError(
             f"{file.name} is not UTF-8 text: byte {error.start} does not belong there"
         ) from error
-    except OSError as error:
-        raise HeadwiseError(
-            f"cannot read {file.name}: {(error.strerror or str(error)).lower()}"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise HeadwiseError(f"cannot read {file.name}: {reason(error)}") from error

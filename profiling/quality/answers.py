@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiling.finite import not_finite
 from profiling.progress import bar
 from profiling.prompts.metrics import is_final, score
 from profiling.prompts.prompt import Prompt
@@ -82,6 +83,9 @@ def decoded(
     Returns:
         The model's own tokens, `limit` at most, up to one of `stops` or to where the answer's score
         is final; and the logits (A, V) before each token of the right answer, None without one.
+
+    Raises:
+        HeadwiseError: a logit is NaN.
     """
 
     def ended() -> bool:
@@ -93,6 +97,8 @@ def decoded(
 
     cache = start.cache
     logits = start.last[None]
+    if bool(logits.isnan().any()):
+        raise not_finite(f"{prompt.task}: logits after the prompt are", model)
     if right:
         cache.batch_repeat_interleave(2)
         logits = logits.expand(2, -1)

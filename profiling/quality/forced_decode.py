@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from profiling.finite import check_finite
 from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
 from profiling.quality.forced import negative_log_likelihood, token_losses
-from profiling.quality.sequences import kl_divergence
+from profiling.quality.sequences import kl_divergence, log_probabilities
 from runtime.devices import execution_device
 
 # Texts that are decoded together: a step reads the weights once for all of them.
@@ -112,16 +113,22 @@ class Divergence:
 def divergence(
     model: Any, full: Callable[[], Any], method: Callable[[], Any], prompt: Prompt, forced: int
 ) -> Divergence:
-    """Compute a method's divergence from `full` on a prompt; both make a cache."""
+    """Compute a method's divergence from `full` on a prompt; both make a cache.
+
+    Raises:
+        HeadwiseError: a loss is not finite.
+    """
     full_begun = next(begin(model, full, [prompt], forced))
     own_begun = next(begin(model, method, [prompt], forced))
     rows = []
     for (token, full_logits), (_, own_logits) in zip(
         steps(model, full_begun, forced), steps(model, own_begun, forced), strict=True
     ):
-        expected = full_logits[0].float().log_softmax(-1)
-        log_probs = own_logits[0].float().log_softmax(-1)
+        expected = log_probabilities(full_logits[0])
+        log_probs = log_probabilities(own_logits[0])
         kl = kl_divergence(expected, log_probs)
         rows.append(torch.stack((kl, -log_probs[token[0]], -expected[token[0]])))
     kl, loss, full_loss = torch.stack(rows, dim=1).cpu().numpy()
+    check_finite(full_loss, f"{prompt.task}: losses of a full cache are", model)
+    check_finite((kl, loss), f"{prompt.task}: losses of the cache under its policies are", model)
     return Divergence(kl=kl, loss=loss, full_loss=full_loss)

@@ -24,6 +24,7 @@ from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
+from profiling.finite import not_finite
 from profiling.inside.capture import LayerInputs, Visit, attending
 from profiling.prompts.held_out import units
 from profiling.prompts.prompt import Prompt
@@ -208,7 +209,11 @@ class Reference:
         self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[positions])
 
     def losses(self, number: int, plans: Plans) -> Losses:
-        """Run the model over a sequence with these patterns, and compare with dense attention."""
+        """Run the model over a sequence with these patterns, and compare with dense attention.
+
+        Raises:
+            HeadwiseError: a loss is not finite.
+        """
         sequence = self.sequences[number]
         positions = self.positions(number)
         dense = self._dense_predicted(number)
@@ -218,7 +223,7 @@ class Reference:
         sizes = [stop - start for start, stop in sequence.answers]
         right = other.likeliest[len(positions) :] == answers
         dense_right = dense.likeliest[len(positions) :] == answers
-        return Losses(
+        losses = Losses(
             kl=_divergence(dense, other).cpu().numpy(),
             nll=other.nll.cpu().numpy(),
             dense_nll=dense.nll.cpu().numpy(),
@@ -228,6 +233,33 @@ class Reference:
             right=np.array([bool(each.all()) for each in _split(right, sizes)], dtype=bool),
             dense_right=np.array([bool(e.all()) for e in _split(dense_right, sizes)], dtype=bool),
         )
+        self._check(number, {}, losses.dense_nll, losses.answer_dense_nll)
+        self._check(number, plans, losses.kl, losses.nll, losses.answer_nll)
+        return losses
+
+    def _check(self, number: int, plans: Plans, *losses: np.ndarray) -> None:
+        """Raise HeadwiseError, with the task and the first head or layer, if one is not finite."""
+        if all(np.isfinite(each).all() for each in losses):
+            return
+        sequence = self.sequences[number]
+        attend = planned(plans, sequence.context, backend=self._backend)
+        faults: list[str] = []
+
+        def visit(inputs: LayerInputs) -> Tensor | None:
+            out = attend(inputs)
+            if faults:
+                return out
+            if not all(bool(each.isfinite().all()) for each in (inputs.q, inputs.k, inputs.v)):
+                faults.append(f"the input of layer {inputs.layer}")
+            elif out is not None and not bool(out.isfinite().all()):
+                head = int((~out.isfinite()).flatten(2).any(-1)[0].int().argmax())
+                faults.append(f"head {inputs.layer}.{head}")
+            return out
+
+        self._predicted(number, attending(self._model, visit))
+        who = "the patterns" if plans else "dense attention"
+        where = faults[0] if faults else "the logits"
+        raise not_finite(f"{sequence.task}: losses of {who} are", self._model, where)
 
     def _dense_predicted(self, number: int) -> _Predicted:
         """Return dense attention's predictions on a sequence; compute them if not cached."""

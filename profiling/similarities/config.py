@@ -29,6 +29,8 @@ DEFAULT_TOP_K = 2048
 # The prompt's last queries, by which an eviction method selects tokens: as many as the selector of
 # OmniKV reads.
 TAIL = 16
+# Tokens of the shortest prompt.
+SHORTEST = 4 * TAIL
 
 
 class Decoded(CommandConfig):
@@ -39,7 +41,7 @@ class Decoded(CommandConfig):
         Tasks, Arg(f"prompts to decode (default {' '.join(DEFAULT_TASKS)}); {TASKS}; repeatable")
     ] = DEFAULT_TASKS
     length: Annotated[
-        Length | None, Arg(f"tokens of a prompt (default {DEFAULT_LENGTH})"), Field(ge=4 * TAIL)
+        Length | None, Arg(f"tokens of a prompt (default {DEFAULT_LENGTH})"), Field(ge=SHORTEST)
     ] = None
     samples: Annotated[int, Arg("prompts of each task"), Field(ge=1)] = 2
     steps: Annotated[int, Arg("decode steps of each prompt"), Field(ge=1)] = 32
@@ -83,3 +85,12 @@ class SimilarityConfig(Decoded):
     beyond_positions: Annotated[
         bool, Arg("allow a --length over the model's positions", group=ADVANCED)
     ] = False
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> Self:
+        length = self.length or DEFAULT_LENGTH
+        if self.top_k is not None and self.top_k >= length:
+            raise HeadwiseError(
+                f"--top-k {self.top_k} chooses every token of {length}: give fewer than --length"
+            )
+        return self

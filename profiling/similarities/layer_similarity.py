@@ -14,10 +14,12 @@ import torch
 
 from artifacts import HeadwiseError
 from profiling.environment import environment
+from profiling.finite import check_finite
 from profiling.inside.decode_capture import capture_decode
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
 from profiling.models.device import device_of, dtype_of
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, announce, phase
 from profiling.prompts.prompt import (
@@ -58,6 +60,7 @@ def measure(
             configuration's seed if None.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    identity = identity_of(loaded.model, loaded.name).key
     config = resolve(config, loaded.name, model.max_positions)
     tasks = [parse_task(task) for task in config.tasks]
     if prompts is None:
@@ -83,6 +86,7 @@ def measure(
         **model.model_dump(
             include={"revision", "architecture", "config_sha256", "weights_sha256", "num_layers"}
         ),
+        "identity": identity,
         "layers": first["layers"],
         "sliding_layers": first["sliding"],
         "tasks": [
@@ -222,6 +226,10 @@ def _decode(
         )
     if not sums.layers:
         raise HeadwiseError(f"no layer of {loaded.name} sees every token of a prompt")
+    for at, layer in enumerate(sums.layers):
+        # Of this layer with the tokens of each one before it.
+        error = sums.error[:at, at].cpu().numpy()
+        check_finite(error, f"{prompt.task}: errors of layer {layer} are", loaded.model)
     return sums
 
 

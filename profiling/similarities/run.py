@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from artifacts import HeadwiseError
-from artifacts.files import check_writable
+from artifacts.files import check_writable, out_folder
 from profiling.models.device import settled
 from profiling.models.loading import load_model
 from profiling.similarities.config import SimilarityConfig
@@ -23,25 +21,13 @@ def run(config: SimilarityConfig, out: Path) -> Profile:
         HeadwiseError: any error that the user has to correct; no file is written then.
     """
     config = settled(config)
-    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(
-            f"cannot make the folder {out}: {(error.strerror or str(error)).lower()}"
-        ) from None
-    try:
+    with out_folder(out):
         check_writable(out / FILE)
         loaded = load_model(
             config.model, dtype=config.dtype, device=config.device, revision=config.revision
         )
         profile = measure(config, loaded)
         save_profile(profile, out)
-    except BaseException:
-        for folder in new_folders:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
     return profile
 
 

@@ -18,6 +18,7 @@ layers and layers without attention.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from itertools import product
@@ -162,10 +163,10 @@ def load_profile(path: str | Path) -> Profile:
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(file):
         file = file / FILE
     shown = shorten(str(file), 200)
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise HeadwiseError(
             f"there is no similarity profile {shown}: headwise similarity writes one"
         )

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from artifacts import HeadwiseError
 from artifacts.cli.arguments import Device, Dtype, Length, Seed
 from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig
+from artifacts.errors import shorten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +40,21 @@ class Size:
 
 
 def _head_pair(value: Any) -> Any:
-    """Read H/G, such as 32/8."""
-    if not isinstance(value, str):
-        return value
-    heads, slash, kv_heads = value.partition("/")
-    if not (
-        slash
-        and heads.isdigit()
-        and kv_heads.isdigit()
-        and int(kv_heads)
-        and int(heads) % int(kv_heads) == 0
+    """Read H/G, such as 32/8, or check a pair."""
+    pair = value
+    if isinstance(value, str):
+        words = value.split("/")
+        pair = tuple(int(word) if word.isdecimal() else 0 for word in words)
+    if (
+        not isinstance(pair, tuple)
+        or len(pair) != 2
+        or not all(isinstance(each, int) and each > 0 for each in pair)
+        or pair[0] % pair[1]
     ):
         raise HeadwiseError(
-            f"--heads must be H/G with H a multiple of G, such as 32/8, got {value!r}"
+            f"--heads must be H/G with H a multiple of G, such as 32/8, got {shorten(value)}"
         )
-    return int(heads), int(kv_heads)
+    return pair
 
 
 class Bench(CommandConfig):

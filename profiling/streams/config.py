@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -59,7 +60,7 @@ class StreamConfig(CommandConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.text.is_file():
+        if not os.path.isfile(self.text):
             raise HeadwiseError(f"there is no text file {shorten(str(self.text), 200)}")
         for text in self.policies:
             parse_cache(text)

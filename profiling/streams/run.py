@@ -12,8 +12,10 @@ import torch
 from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.caches.parsing import parse_cache
 from profiling.environment import environment
+from profiling.finite import check_finite
 from profiling.ledger import Ledger
 from profiling.models.device import settled
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import Phase, phase
 from profiling.prompts.tokens import Encoder
@@ -47,7 +49,13 @@ def run(
         )
         stream = text_stream(Encoder(loaded.tokenizer), config.text, config.tokens, config.stride)
         settings = _settings(config, loaded, stream)
-        with Ledger(config.out / OUTPUT, "stream", settings=settings, fresh=config.fresh) as ledger:
+        with Ledger(
+            config.out / OUTPUT,
+            "stream",
+            identity_of(loaded.model, loaded.name),
+            settings=settings,
+            fresh=config.fresh,
+        ) as ledger:
             with phase("stream", config.tokens * len(config.methods), "tokens") as shown:
                 series = [
                     _measured(config, loaded, name, stream, ledger, shown)
@@ -104,6 +112,8 @@ def _measured(
         feed = cached_blocks(loaded, method, stream, config.chunk, blocks[first:])
     with torch.inference_mode(), closing(feed):
         for number, stats in enumerate(feed, first):
+            figures = (stats.nll, *stats.probed)
+            check_finite(figures, f"block {number}: losses of {name} are", loaded.model)
             if units[number] not in ledger:
                 ledger.put(units[number], asdict(stats))
             begin, end = blocks[number]

@@ -24,6 +24,7 @@ from runtime.layers import (
     caches_latents,
     check_sections,
     full_layers,
+    inner_model,
     layer_kinds,
     text_config,
     window_of,
@@ -61,6 +62,7 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
 
     if offload not in OFFLOADS:
         raise HeadwiseError(f"offload must be one of {', '.join(OFFLOADS)}, got {offload!r}")
+    model = inner_model(model)
     modules = attention_layers(model)
     check_takes_cache(model)
     decode = None

@@ -16,15 +16,17 @@ from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
 from artifacts.cli.arguments import ArtifactFile, Fresh, Out
 from artifacts.cli.options import ADVANCED, POSITIVE, Arg
 from profiling.models.device import settled
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.similarities.config import Decoded, SimilarityConfig
 from profiling.similarities.layer_similarity import measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
+from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, check_section, full_layers
 from search.decode.filter_layers import Choice, Rules, best_choice, evenly_spaced, kept, total
 from search.decode.section_search import SectionSearch
-from search.study import STORAGE_HELP, Study, check_storage
+from search.study import STORAGE_HELP, Study, check_storage, study_name
 
 
 def _budget(value: Any) -> Any:
@@ -143,10 +145,8 @@ def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
     )
     model = search.artifact.model
     loaded = search.loaded
-    if profile is not None and profile.about["weights_sha256"] != model.weights_sha256:
-        raise HeadwiseError(
-            f"profile {config.profile} is of another model: {profile.about['model']}"
-        )
+    if profile is not None:
+        _check_profile(config, profile, loaded)
     _check_rules(config, loaded)
     measured = resolve(config.measured, loaded.name, model.max_positions)
     own = prompts_of(_like(measured, profile), loaded.tokenizer)
@@ -166,6 +166,20 @@ def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
         written = search.write(lambda now: now.model_copy(update={"decode": section}), arrays)
         ledger.remove()
     return written, result
+
+
+def _check_profile(config: FilterSearch, profile: Profile, loaded: LoadedModel) -> None:
+    """Raise HeadwiseError unless a profile was measured on this model.
+
+    Weights without a fingerprint must be the same ones in the same dtype.
+    """
+    about = profile.about
+    model = fingerprint(loaded.model, name=loaded.name)
+    same = about["weights_sha256"] == model.weights_sha256
+    if model.weights_sha256 is None:
+        same = about["identity"] == identity_of(loaded.model, loaded.name).key
+    if not same:
+        raise HeadwiseError(f"profile {config.profile} is of another model: {about['model']}")
 
 
 def _held_out(search: SectionSearch, measured: SimilarityConfig) -> dict[str, list[Prompt]]:
@@ -216,7 +230,8 @@ def _record(config: FilterSearch, result: FilterResult) -> None:
     """Add each scored choice to a study: its error by task, and its dense layers' fraction."""
     space = {"choice": ["searched", "evenly spaced"], "prompts": ["chosen on", "held out"]}
     tasks = result.held_out.tasks
-    study = Study(config.storage, config.out.stem, space, (*tasks, "density"))
+    name = study_name("filters", config.out)
+    study = Study(config.storage, name, space, (*tasks, "density"))
     for choice, prompts, score in (
         ("searched", "chosen on", result.made_by),
         ("searched", "held out", result.held_out),

@@ -33,12 +33,18 @@ from profiling.models.device import settled
 from profiling.models.loading import LoadedModel
 from profiling.progress import announce, phase
 from profiling.prompts.held_out import unit_means, units
-from profiling.prompts.prompt import Prompt, digest, fewer_sentences, make_prompts
+from profiling.prompts.prompt import (
+    Prompt,
+    digest,
+    fewer_sentences,
+    make_prompts,
+    parse_task,
+)
 from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, check_section, layer_kinds, window_of
 from search.decode.section_search import SectionSearch, beyond_chance
 from search.model.hulls import spend
-from search.study import STORAGE_HELP, Study, check_storage
+from search.study import STORAGE_HELP, Study, check_storage, study_name
 
 
 class KVSearch(CommandConfig):
@@ -92,6 +98,8 @@ class KVSearch(CommandConfig):
             raise HeadwiseError(
                 "--target-bytes needs --context, and --context needs --target-bytes"
             )
+        for task in self.tasks:
+            parse_task(task)
         if self.forced >= self.length:
             raise HeadwiseError(
                 f"--forced must be below --length ({self.length}), got {self.forced}"
@@ -182,7 +190,8 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
         )
         tasks = list(dict.fromkeys(prompt.task for prompt in sets["deciding"]))
         space = {"share": (0.0, 1.0), "budgets": list(sections)}
-        study = Study(config.storage, config.out.stem, space, (*tasks, "share"))
+        of_this = study_name("kv", config.out)
+        study = Study(config.storage, of_this, space, (*tasks, "share"))
         for (name, budgets), measured in losses.items():
             _, spent = sections[budgets]
             joined = Divergence.joined(measured)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, load_pair, update
-from artifacts.analysis.sections import with_seen
+from artifacts import Artifact, load_pair, update
+from artifacts.analysis.sections import check_measured, with_seen
 from artifacts.files import check_writable
 from profiling.evaluation.intervals import paired_difference
 from profiling.ledger import Ledger
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt
@@ -95,14 +96,14 @@ class SectionSearch:
 
         The rules of the choice are not among these, so that a run with other rules reuses it.
         """
-        about = {"model": self.artifact.model.name, "weights": self.artifact.model.weights_sha256}
         names = (
             name
             for name in ("length", "steps", "seed", "dtype", "device")
             if hasattr(measured, name)
         )
-        about |= {name: getattr(measured, name) for name in names}
-        return Ledger(self.out, self.command, settings=about, fresh=fresh)
+        about = {name: getattr(measured, name) for name in names}
+        identity = identity_of(self.loaded.model, self.artifact.model.name)
+        return Ledger(self.out, self.command, identity, settings=about, fresh=fresh)
 
     def write(
         self, change: Callable[[Artifact], Artifact], arrays: Mapping[str, np.ndarray]
@@ -118,11 +119,9 @@ class SectionSearch:
             now: Artifact, former: Mapping[str, Array]
         ) -> tuple[Artifact, dict[str, Array]]:
             # Measuring took a while, and other commands write into the same file.
-            if now.model != self.artifact.model:
-                raise HeadwiseError(
-                    f"{self.file}: was replaced meanwhile by an artifact of another model: start "
-                    f"again"
-                )
+            # What was measured is the model's, with any patterns.
+            if now.model != self.artifact.model or now.model.weights_sha256 is None:
+                check_measured(now, self.artifact, self.file)
             return with_seen(change(now), {**former, **own}, self.seen.digests)
 
         return update(self.file, changed, out=self.out)

@@ -46,6 +46,7 @@ def gate(run: SearchRun, limits: Limits, held_out: HeldOut, *, fixed: bool) -> N
 
     Raises:
         Finding: no budget is proven.
+        HeadwiseError: a loss is not finite.
     """
     first = _try(run, run.allocation, limits, held_out, ERROR * (1 if fixed else ROUNDS[0]))
     accepted = first

@@ -32,6 +32,7 @@ class Allocation:
 
     Attributes:
         candidates: (L, H) index in the grid, -1 in layers without patterns.
+        budget: the most that all heads together were allowed to cost.
         cost: of all heads together.
         price: loss that a unit of cost has to save to be spent.
         prompt_weights: of the losses of each kind of prompt.
@@ -39,6 +40,7 @@ class Allocation:
 
     candidates: np.ndarray
     tail: int
+    budget: float
     cost: float
     price: float
     prompt_weights: Mapping[str, float]
@@ -200,6 +202,7 @@ class CostCurves:
         return Allocation(
             candidates=candidates,
             tail=tail,
+            budget=total,
             cost=float(np.take_along_axis(own, indices[..., None], axis=-1).sum()),
             price=price,
             prompt_weights=dict(prompt_weights or dict.fromkeys(curves.losses(), 1.0)),

@@ -137,12 +137,21 @@ class ModelSearch(CommandConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for task in self.tasks:
-            parse_task(task)
-        if self.preset is not None:
-            return self
+        names = [parse_task(task).name for task in dict.fromkeys(self.tasks)]
+        for name in names:
+            if names.count(name) > 1:
+                raise HeadwiseError(
+                    f"--task has two tasks {name}: their files need different names"
+                )
         if self.length is not None and self.length < 128:
             raise HeadwiseError(f"--length must be at least 128, got {self.length}")
+        if self.length is not None and (self.dense_tail or 0) >= self.length:
+            raise HeadwiseError(
+                f"--dense-tail must be below --length {self.length}, got {self.dense_tail}: every "
+                "query would be dense"
+            )
+        if self.preset is not None:
+            return self
         if isinstance(self.budget, str):
             raise HeadwiseError(
                 f"--budget {self.budget!r} must be a fraction of dense attention's cost such as "

@@ -220,7 +220,8 @@ def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> 
 def loss_by_task(contexts: Sequence[ContextLoss]) -> dict[str, float]:
     """Loss of each task in nats a token: the KL, and the rise of its answers' loss if any."""
     return {
-        task: figures.kl + max(0.0, figures.nll_rise or 0.0)
+        # In this order NaN stays.
+        task: figures.kl + max(figures.nll_rise or 0.0, 0.0)
         for task, each in _by_task(contexts).items()
         for figures in [_figures(task, each, None)]
     }

@@ -53,12 +53,8 @@ def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -
     """The calibration prompts.
 
     Raises:
-        HeadwiseError: two tasks have one name; the length is too short for a task.
+        HeadwiseError: the length is too short for a task.
     """
-    names = [parse_task(task).name for task in dict.fromkeys(config.tasks)]
-    for name in names:
-        if names.count(name) > 1:
-            raise HeadwiseError(f"--task has two tasks {name}: their files need different names")
 
     def make(tokens: int) -> list[Prompt]:
         return whole_contexts(

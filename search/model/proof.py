@@ -17,7 +17,7 @@ from itertools import chain
 from statistics import NormalDist
 from typing import Literal
 
-from artifacts import Finding, Verdict
+from artifacts import Verdict
 from artifacts.errors import plural
 from profiling.evaluation.intervals import Interval
 from search.model.limits import Limits
@@ -74,9 +74,6 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
         measure: measures further contexts.
         limits: of the losses.
         error: probability of proving a loss that is beyond its limit, at most.
-
-    Raises:
-        Finding: a loss is not a number.
     """
     losses: dict[Kind, list[ContextLoss]] = {kind: [] for kind in KINDS}
     bounds: dict[Kind, Interval] = {}
@@ -88,7 +85,6 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
             if kind in proven or fault is not None:
                 continue
             new = measure(kind, contexts - measured)
-            _check(new)
             losses[kind] += new
             if not losses[kind]:
                 # No task is of this kind.
@@ -256,14 +252,3 @@ def _finite(interval: Interval | None) -> float | None:
     if interval is None or not math.isfinite(interval.high):
         return None
     return interval.high
-
-
-def _check(losses: Sequence[ContextLoss]) -> None:
-    """Raise Finding where a loss is not a number."""
-    for context in losses:
-        values = (context.kl, context.text or 0.0, context.fall, context.rise)
-        if not all(map(math.isfinite, values)):
-            raise Finding(
-                f"{context.task}: the loss is not a number: the model computes numbers that its "
-                "dtype cannot hold; try --dtype float32"
-            )

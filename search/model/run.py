@@ -242,6 +242,7 @@ class SearchRun:
         """Start the study: losses of the tasks of held-out prompts, and cost, are its values."""
         tokens = sequences(held_out, self.loaded.tokenizer) if storage is not None else []
         space = {
+            "budget": (0.0, 1.0),
             "cost": (0.0, 1.0),
             "answer_weight": (0.0, LARGEST_WEIGHT**2),
             "dense_tail": sorted(self.tails),
@@ -263,6 +264,7 @@ class SearchRun:
         cost = min(1.0, self.heads.share(allocation.cost))
         self.study.add(
             {
+                "budget": min(1.0, self.heads.share(allocation.budget)),
                 "cost": cost,
                 "answer_weight": weights.get("answer", 1.0) / weights.get("text", 1.0),
                 "dense_tail": allocation.tail,

@@ -36,9 +36,9 @@ from search.model.refine import refine
 from search.model.run import SearchRun
 from search.model.scored_prompts import score_prompts
 from search.model.speed import time_attention, time_prefills
-from search.model.start import start_run
+from search.model.start import check_backend, start_run
 from search.model.timed_costs import time_candidates
-from search.study import check_storage
+from search.study import check_storage, study_name
 
 
 def run(config: ModelSearch, loaded: LoadedModel | None = None) -> SearchRun | None:
@@ -57,7 +57,10 @@ def run(config: ModelSearch, loaded: LoadedModel | None = None) -> SearchRun | N
     if config.picture:
         import_module("matplotlib")
     check_writable(config.out)
+    check_backend(config.backend)
     with ranks() as joined:
+        if joined.is_first:
+            check_storage(config.storage)
         if loaded is None:
             config = settled(config, quiet=not joined.is_first)
             with joined.main_process_first():
@@ -97,7 +100,6 @@ def search_model(
     if joined.is_first:
         announce_fewer(config.tasks, prompts, length=length, samples=config.samples)
         held_out.announce()
-        check_storage(config.storage)
     started = start_run(
         config,
         loaded,
@@ -131,8 +133,8 @@ def search_model(
         budget = None
         if config.share is not None:
             budget = spendable(record.heads, config.share, length=length)
-        name = config.out.stem
-        record.start_study(config.storage if joined.is_first else None, name, held_out.first)
+        storage = config.storage if joined.is_first else None
+        record.start_study(storage, study_name("search", config.out), held_out.first)
 
         # Refinement: text and answers are balanced by a run on the calibration prompts.
         record.allocation = refine(record, reference, limits=config.limits, budget=budget)

@@ -17,6 +17,7 @@ from kernels.index import TILE
 from kernels.patterns import Pattern
 from kernels.patterns.dense import dense_index
 from profiling.ledger import Ledger
+from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest
@@ -70,8 +71,6 @@ def start_run(
     # Files are in it by name and contents, for paths differ between machines.
     settings = {
         "version": _VERSION,
-        "model": model.name,
-        "weights": model.weights_sha256,
         **settings,
         "length": length,
         "prompts": digest(prompts),
@@ -81,7 +80,10 @@ def start_run(
         "dense tails": list(tails),
         "candidates": hashlib.sha256(repr(candidates).encode()).hexdigest()[:16],
     }
-    with Ledger(config.out, "heads", settings=settings, fresh=config.fresh, ranks=ranks) as ledger:
+    identity = identity_of(loaded.model, model.name)
+    with Ledger(
+        config.out, "heads", identity, settings=settings, fresh=config.fresh, ranks=ranks
+    ) as ledger:
         yield SearchRun(
             loaded=loaded,
             model=model,
@@ -110,6 +112,16 @@ def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
     if not searched:
         raise HeadwiseError(f"no layer of {loaded.name} sees every token: nothing to search")
     return searched
+
+
+def check_backend(backend: str) -> None:
+    """Raise HeadwiseError for the name of no backend; serving_backend asks one for the device."""
+    if backend == "auto":
+        return
+    try:
+        registry.implementation("attention", backend)
+    except ValueError as error:
+        raise HeadwiseError(f"--backend {backend}: {error}") from None
 
 
 def serving_backend(

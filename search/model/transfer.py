@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, Evidence, HeadwiseError, save
-from artifacts.analysis.sections import section_of
+from artifacts import Artifact, Evidence, HeadwiseError, save, update
+from artifacts.analysis.sections import check_measured, section_of
 from artifacts.store.front_rows import FRONT_ROWS
 from profiling.models.loading import LoadedModel
 from runtime.fingerprint import config_info, fingerprint
@@ -46,6 +46,7 @@ def check_shape(artifact: Artifact, loaded: LoadedModel) -> None:
 
 def write_for(
     loaded: LoadedModel,
+    source: Path,
     out: Path,
     artifact: Artifact,
     arrays: Mapping[str, Array],
@@ -56,8 +57,19 @@ def write_for(
     Open fields of an import's fingerprint are filled in. Of other weights the front, the sections
     decode and kv_cache, and times are left out: they were measured on the former weights.
 
+    Args:
+        loaded: the model.
+        source: the file of the artifact that was measured.
+        out: the file to write, which may be the same.
+        artifact: the artifact that was measured.
+        arrays: of its sidecar.
+        evidence: of the model.
+
     Returns:
         The names of the omitted sections.
+
+    Raises:
+        HeadwiseError: `out` is the same file, and has another artifact by now.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     if artifact.model.weights_sha256 in (None, model.weights_sha256):
@@ -68,7 +80,8 @@ def write_for(
             "tasks": evidence.tasks,
         }
         evidence = artifact.evidence.model_copy(update=checked)
-        save(artifact.model_copy(update={"model": model, "evidence": evidence}), out, dict(arrays))
+        filled = artifact.model_copy(update={"model": model, "evidence": evidence})
+        _write(source, out, artifact, filled, arrays)
         return ()
     prefill = artifact.prefill.model_copy(update={"front": None})
     used = {name for row in prefill.layers for name in row or ()}
@@ -85,10 +98,30 @@ def write_for(
         for name, array in arrays.items()
         if section_of(name) == "prefill" and name != FRONT_ROWS
     }
-    save(artifact.model_copy(update=changes), out, own_arrays)
+    _write(source, out, artifact, artifact.model_copy(update=changes), own_arrays)
     sections = {
         "front": artifact.prefill.front,
         "decode": artifact.decode,
         "kv_cache": artifact.kv_cache,
     }
     return tuple(name for name, section in sections.items() if section is not None)
+
+
+def _write(
+    source: Path,
+    out: Path,
+    measured: Artifact,
+    artifact: Artifact,
+    arrays: Mapping[str, Array],
+) -> None:
+    """Write an artifact in place of the one that was measured, or into another file."""
+    if source.resolve() != out.resolve():
+        save(artifact, out, arrays)
+        return
+
+    def change(now: Artifact, _: dict[str, Array]) -> tuple[Artifact, Mapping[str, Array]]:
+        # Measuring took a while, and other commands write into the same file.
+        check_measured(now, measured, source)
+        return artifact, arrays
+
+    update(source, change)

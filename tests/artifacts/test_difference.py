@@ -59,7 +59,7 @@ def test_diff_ignores_commands_of_measurements(tmp_path, every_kind):
     save(artifact.model_copy(update={"evidence": evidence}), tmp_path / "b.yaml", arrays)
     files = {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
     assert not diff_of(files)["differs"]
-    front = artifact.prefill.front.model_copy(update={"dense_right": 15})
+    front = artifact.prefill.front.model_copy(update={"length": 15})
     prefill = artifact.prefill.model_copy(update={"front": front})
     save(artifact.model_copy(update={"prefill": prefill}), tmp_path / "b.yaml", arrays)
     data = diff_of(files)

@@ -58,6 +58,10 @@ def test_show_page_has_every_kind_front_and_policies(tmp_path, every_kind, page)
         ["0.5", "s", "4.00x", "0.25", "0.9000", "0.2000"],
         ["*", "1", "s", "2.00x", "0.01", "0.9000"],
     ]
+    assert [line.split("  ")[-1].strip() for line in front] == [
+        "-2 of 14 (3 lost, 5 won)",
+        "0 of 14 (0 lost, 0 won)",
+    ]
     assert "h2o: h2o of heavy 0.1, recent 512, normalised True, eviction greedy; 1 KV head" in text
     assert "full: full; 4 KV heads" in text
     narrow = page(tmp_path / "cfg.yaml")

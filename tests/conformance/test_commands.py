@@ -219,6 +219,80 @@ WRONG = [
 ]
 
 
+# The size of the model decides about these.
+OF_THE_MODEL = (
+    "search --length 4000",
+    "filters --dense-first 3",
+    "evaluate --length 5000",
+    "heatmaps --head 0.6",
+    "similarity --length 1024",
+)
+# More that can only be wrong, whatever the model.
+WRONG_ALONE = [
+    ("gate --samples 0", "--samples"),
+    ("gate --task riddle", "'riddle'"),
+    ("gate --task text:none.txt", "none.txt"),
+    ("gate --max-kl nan", "--max-kl"),
+    ("gate --out missing/x.yaml", "missing"),
+    ("gate --device gpu7", "'gpu7'"),
+    ("search --samples 0", "--samples"),
+    ("search --task text:none.txt", "none.txt"),
+    ("search --storage nothing://x", "nothing://x"),
+    ("search --storage sqlite:////none/of/this.db", "sqlite"),
+    ("search --dense-tail 512", "--dense-tail"),
+    ("search --dense-below 0", "--dense-below"),
+    ("search --max-nll nan", "--max-nll"),
+    ("search --budget nan", "--budget"),
+    ("search --max-memory 0", "--max-memory"),
+    ("search --device gpu7", "'gpu7'"),
+    ("search --preset paper --length 1", "--length"),
+    ("search --preset paper --task riddle", "'riddle'"),
+    ("search --preset paper --backend abacus", "abacus"),
+    ("search --preset paper --budget a_shape:x --no-picture", "a_shape:x"),
+    ("evaluate --text none.txt", "none.txt"),
+    ("evaluate --out text.txt", "text.txt"),
+    ("evaluate --out text.txt/report", "text.txt"),
+    ("evaluate --samples 0", "--samples"),
+    ("evaluate --density 0", "--density"),
+    ("evaluate --repeats 0", "--repeats"),
+    ("evaluate --device gpu7", "'gpu7'"),
+    ("filters --task riddle", "'riddle'"),
+    ("filters --prefill-ratio nan", "--prefill-ratio"),
+    ("filters --worst nan", "--worst"),
+    ("filters --window 0", "--window"),
+    ("filters --device gpu7", "'gpu7'"),
+    ("kv --task riddle", "'riddle'"),
+    ("kv --task text:none.txt", "none.txt"),
+    ("kv --context 9", "--context"),
+    ("kv --device gpu7", "'gpu7'"),
+    ("decode --task riddle", "'riddle'"),
+    ("decode --task text:none.txt", "none.txt"),
+    ("decode --text none.txt", "none.txt"),
+    ("decode --policy full", "--policy full is given twice"),
+    ("decode --policy streaming:window=0", "window"),
+    ("decode --json=missing/x.json", "missing"),
+    ("decode --device gpu7", "'gpu7'"),
+    ("similarity --top-k 0", "--top-k"),
+    ("similarity --top-k 400", "--top-k 400"),
+    ("similarity --out text.txt", "text.txt"),
+    ("similarity --device gpu7", "'gpu7'"),
+    ("heatmaps --length 32 --picture similarity", "--length"),
+    ("heatmaps --task text:none.txt", "none.txt"),
+    ("heatmaps --out text.txt", "text.txt"),
+    ("heatmaps --device gpu7", "'gpu7'"),
+    ("stream --stride 0", "--stride"),
+    ("stream --out text.txt", "text.txt"),
+    ("stream --device gpu7", "'gpu7'"),
+    ("tasks --task text:none.txt", "none.txt"),
+    ("tasks --samples 0", "--samples"),
+    ("bench --heads 0/1", "--heads"),
+    ("bench --heads 5/2", "--heads"),
+    ("bench --head-dims 0", "head dim"),
+    ("bench --device gpu7", "'gpu7'"),
+    ("demo --out text.txt/x", "text.txt"),
+]
+
+
 def with_run(words: str) -> str:
     """The words of a row of WRONG after those of a small run."""
     verb, _, more = words.partition(" ")
@@ -228,11 +302,19 @@ def with_run(words: str) -> str:
     return f"{verb} {run} {more}"
 
 
-@pytest.mark.parametrize(("words", "says"), WRONG)
-def test_invalid_value_error_names_it(words, says, refused):
+@pytest.mark.parametrize(("words", "says"), [row for row in WRONG if row[0] in OF_THE_MODEL])
+def test_value_that_does_not_suit_the_model_is_named(words, says, refused):
+    refused(says, with_run(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"), [row for row in WRONG if row[0] not in OF_THE_MODEL] + WRONG_ALONE
+)
+def test_wrong_value_is_found_before_the_model_is_loaded(words, says, refused):
     Path("a").mkdir()
     shutil.copy("text.txt", "a")
-    refused(says, with_run(words))
+    line = with_run(words).split()
+    refused(says, *("no/such-model" if part == "model" else part for part in line))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from profiling.evaluation.method_table import (
 )
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
+from profiling.models.identity import identity_of
 from tests.profiling.conftest import folder, loaded, searched
 
 __all__ = ["folder", "loaded", "searched"]
@@ -122,7 +123,8 @@ def test_methods_page_lists_every_entry():
 
 def test_methods_sizes_are_read_from_the_ledger(target_model, tmp_path, monkeypatch):
     loaded, artifact = target_model
-    ledger = Ledger(tmp_path / "evaluation.json", "evaluate")
+    model = identity_of(loaded.model, "tiny")
+    ledger = Ledger(tmp_path / "evaluation.json", "evaluate", model)
     names = ("headwise", "vertical_slash", "a_shape")
     first = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
 

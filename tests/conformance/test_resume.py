@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import artifacts
 from artifacts import HeadwiseError
 from headwise.__main__ import VERBS, main, parser_of
 from profiling.ledger import Ledger
+from profiling.models.loading import load_model
+from runtime.fingerprint import fingerprint
 from tests.sampling import sampled
 from tests.search.conftest import by_head, tiny_model
 
@@ -93,7 +97,8 @@ def command(tiny_model, by_head, tmp_path):
     text.write_text("The clerk counted seven boats. " * 20)
     places = {"MODEL": tiny_model, "CONFIG": by_head, "TEXT": text}
 
-    def run(verb, out, *more):
+    def run(verb, out, *more, model=tiny_model):
+        places["MODEL"] = model
         words, name = RUNS[verb]
         folder = tmp_path / out
         folder.mkdir(exist_ok=True)
@@ -170,3 +175,52 @@ def test_resume_of_other_settings_is_refused_and_fresh_discards(verb, command, p
     with pytest.raises(KeyboardInterrupt):
         command(verb, "out", *other, "--fresh")
     assert finished
+
+
+@pytest.fixture
+def almost(tiny_model, tmp_path):
+    """A model of the same name and fingerprint whose weights differ in one element."""
+    folder = tmp_path / "almost" / tiny_model.name
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    element = weights["model.layers.0.mlp.down_proj.weight"][0]
+    element[1] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    models = [load_model(str(path)) for path in (tiny_model, folder)]
+    hashes = [fingerprint(each.model, name=each.name).weights_sha256 for each in models]
+    assert hashes[0] == hashes[1] and models[0].name == models[1].name
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", [*RUNS, "decode --text"])
+def test_command_ends_at_the_first_loss_that_is_no_number(verb, command, almost, puts, tmp_path):
+    weights = load_file(almost / "model.safetensors")
+    # A cache that rotates its keys is refused for keys that are no numbers.
+    layer = 2 if verb == "stream" else 1
+    element = weights[f"model.layers.{layer}.mlp.down_proj.weight"][0]
+    element[1] = math.nan
+    save_file(weights, almost / "model.safetensors", metadata={"format": "pt"})
+    verb, *more = verb.split(" --text")
+    if more:
+        text = tmp_path / "text.txt"
+        more = f"--text {text} --texts 1 --text-length 128 --forced 8".split()
+    with pytest.raises(HeadwiseError, match=r"not finite in float32.*--dtype"):
+        command(verb, "out", *more, model=almost)
+    assert not (tmp_path / "out" / RUNS[verb][1]).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", RUNS)
+def test_resume_of_other_weights_reuses_no_job(verb, command, puts, almost):
+    finished = puts(1)
+    with pytest.raises(KeyboardInterrupt):
+        command(verb, "out")
+    again = puts(1)
+    if verb in OTHER:
+        with pytest.raises(HeadwiseError, match=r"its sha256 of the model is .*--fresh"):
+            command(verb, "out", model=almost)
+        return
+    with pytest.raises(KeyboardInterrupt):
+        command(verb, "out", model=almost)
+    assert again == finished

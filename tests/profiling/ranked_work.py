@@ -18,11 +18,13 @@ from artifacts.cli.command import run_command
 from artifacts.files import atomic_write
 from profiling import ranks as launched
 from profiling.ledger import Ledger, Unit
+from profiling.models.identity import Identity
 from profiling.progress import phase
 from profiling.ranks import ranks
 from profiling.shared_jobs import run_jobs
 
 UNITS = 7
+MODEL = Identity(name="tiny", key="0" * 64)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     with ranks(timeout=options.timeout) as joined:
         if options.all_fail:
             raise HeadwiseError("this cannot be for anybody")
-        with Ledger(options.out, "work", ranks=joined) as ledger:
+        with Ledger(options.out, "work", MODEL, settings={}, ranks=joined) as ledger:
             units = [ledger.unit(f"unit {number}") for number in range(UNITS)]
             with phase("work", UNITS, quiet=not joined.is_first) as shown:
                 values = run_jobs(

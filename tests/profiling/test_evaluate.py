@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import artifacts
+from artifacts import HeadwiseError
 from artifacts.cli.parser import read
 from headwise.__main__ import parser_of
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation import run as evaluation_run
 from profiling.evaluation.config import Config
+from profiling.evaluation.record import evidence_entries
 from profiling.evaluation.report import page
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
@@ -125,6 +127,40 @@ def test_evaluate_quick_takes_few_prefills(command, monkeypatch):
     tasks = {each["task"] for each in record["figures"]}
     assert tasks == {"line_turns@questions=4", *DEFAULT_TASKS[1:], "all answers"}
     assert record["memory"] == [] and len(record["prefill"]) == 5
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_evaluate_attaches_to_the_artifact_that_was_measured(
+    kept, command, invented, tmp_path, monkeypatch
+):
+    """Evidence that others add meanwhile stays; other patterns are another artifact."""
+    file, real = tmp_path / "cfg.yaml", evaluation_run.write_report
+
+    def meanwhile(folder, record):
+        def change(now, arrays):
+            if kept:
+                other = {"name": "of another", "command": "another"}
+                entry = artifacts.Measurement(**evidence_entries(record)[0] | other)
+                added = now.evidence.with_measurements((entry,))
+                return now.model_copy(update={"evidence": added}), arrays
+            prefill = now.prefill.model_copy(update={"dense_below": 600})
+            return now.model_copy(update={"prefill": prefill}), arrays
+
+        artifacts.update(file, change)
+        real(folder, record)
+
+    monkeypatch.setattr(evaluation_run, "write_report", meanwhile)
+    words = "--task passkey --samples 1 --methods headwise --no-speed --attach"
+    if kept:
+        command(words)
+        names = {each.name for each in artifacts.load(file).evidence.measurements}
+        assert {"of another", "score: passkey"} <= names
+        return
+    with pytest.raises(HeadwiseError, match=r"replaced during .*\(different prefill\)"):
+        command(words)
+    # Nothing is lost.
+    assert (tmp_path / "report" / "evaluation.json").exists()
+    assert not artifacts.load(file).evidence.measurements
 
 
 def test_evaluate_speed_only_runs_no_trials(command, invented):

@@ -16,7 +16,7 @@ from artifacts import HeadwiseError
 from profiling.ledger import Ledger
 from profiling.ranks import Ranks, ranks
 from tests.processes import ROOT, SECONDS, Process
-from tests.profiling.ranked_work import UNITS
+from tests.profiling.ranked_work import MODEL, UNITS
 
 
 class Launch:
@@ -119,7 +119,7 @@ def test_ranks_with_a_failure_end_and_report_it_once(launch, options, says, stat
 
 
 def test_ranks_report_an_error_of_the_first_rank_once(launch):
-    with Ledger(launch.out, "work", settings={"seed": 0}) as ledger:
+    with Ledger(launch.out, "work", MODEL, settings={"seed": 0}) as ledger:
         ledger.put(ledger.unit("unit 0"), 1)
     code, _, complained = launch.finish(2)
     assert code != 0 and complained.count("its seed is 0, not None") == 1

@@ -11,6 +11,7 @@ from artifacts import HeadwiseError, ModelInfo
 from runtime import LoadedArtifact
 from runtime.fingerprint import compare, fingerprint, weights_sha256
 from runtime.lazy import LazyTensor
+from tests.runtime.every_architecture import tiny_causal
 
 
 def test_fingerprint_fields(build):
@@ -179,3 +180,64 @@ def test_apply_serves_adapters_and_tensor_subclasses(changed, build, artifact_fo
     with torch.no_grad(), applied as handle:
         torch.testing.assert_close(model(prompt).logits, expected, atol=2e-4, rtol=1e-3)
         assert handle.stats()["sparse"] == 2
+
+
+class Holder(nn.Module):
+    """Linear layer that has its weight elsewhere than in a parameter, as quantizers have."""
+
+    def __init__(self, layer: nn.Module, place: str) -> None:
+        super().__init__()
+        weight = layer.weight.detach().clone()
+        if place == "attribute":
+            self.weight = weight
+        elif place == "list":
+            self.weights = [weight]
+        elif place == "mapping":
+            self.meta = {"weights": (weight,)}
+        elif place == "integers":
+            self.register_buffer("codes", (weight * 64).to(torch.int8))
+        else:
+            self.register_buffer("weight", weight, persistent=place == "buffer")
+
+    def forward(self, x):
+        raise NotImplementedError
+
+
+PLACES = ("buffer", "non-persistent buffer", "attribute", "list", "mapping", "integers")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_fingerprint_covers_weights_outside_of_parameters(place, build):
+    def held(seed):
+        model = build(seed=0)
+        torch.manual_seed(seed)
+        mlp = model.model.layers[0].mlp
+        nn.init.normal_(mlp.down_proj.weight)
+        mlp.down_proj = Holder(mlp.down_proj, place)
+        return weights_sha256(model)
+
+    assert held(1) == held(1) != held(2)
+
+
+def test_fingerprint_covers_a_norm_in_a_buffer_and_no_frequencies(build):
+    model = build()
+    rotary, norm = model.model.rotary_emb, model.model.norm
+    before = weights_sha256(model)
+    rotary.inv_freq *= 2
+    assert weights_sha256(model) == before
+    weight = norm.weight.detach().clone()
+    del norm.weight
+    norm.register_buffer("weight", weight, persistent=False)
+    in_buffer = weights_sha256(model)
+    # The same tensor under the same name.
+    assert in_buffer == before
+    norm.weight *= 2
+    assert weights_sha256(model) != in_buffer
+
+
+def test_fingerprint_covers_the_biases_of_a_router():
+    model = tiny_causal("deepseek_v3")
+    before = weights_sha256(model)
+    (bias,) = (each for name, each in model.named_buffers() if name.endswith("correction_bias"))
+    bias += 1
+    assert weights_sha256(model) != before

@@ -20,6 +20,7 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, make_prompts, per_context
 from profiling.quality.sequences import Losses, Reference, sequences
 from runtime.fingerprint import fingerprint
+from search import gate
 from search.gate import plans_of
 from search.model.limits import MAX_PERPLEXITY, Limits
 from search.model.losses import context_losses, task_figures
@@ -161,6 +162,28 @@ def test_gate_fills_in_fields_missing_from_an_import(exact, tiny_model, tmp_path
     assert main(["gate", str(source), *options(tiny_model), "--out", str(out)]) == 0
     filled = artifacts.load(out)
     assert filled.model == whole.model and not filled.model.unknown and filled.decode == section
+
+
+def test_gate_into_its_own_file_refuses_an_artifact_that_came_meanwhile(
+    exact, tiny_model, tmp_path, monkeypatch
+):
+    file = tmp_path / "cfg.yaml"
+    former = artifacts.load(exact)
+    real = gate.task_figures
+    words = ["gate", str(file), *options(tiny_model), "--out", str(file)]
+    artifacts.save(former, file)
+    assert main(words) == 0
+    prefill = former.prefill.model_copy(update={"dense_below": 1})
+    other = former.model_copy(update={"prefill": prefill})
+
+    def meanwhile(*args):
+        artifacts.save(other, file)
+        return real(*args)
+
+    monkeypatch.setattr(gate, "task_figures", meanwhile)
+    with pytest.raises(HeadwiseError, match=r"replaced during .*\(different prefill\)"):
+        main(words)
+    assert artifacts.load(file).prefill == prefill
 
 
 def test_gate_rejects_fine_tune_of_another_shape(exact, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from profiling.quality.forced_decode import Divergence
 from runtime import load, memory_report
 from search import paper
 from search.decode import filter_search, kv_search
+from search.study import study_name
 from tests.search.conftest import PAPER
 
 LENGTH = 600
@@ -69,7 +71,9 @@ def test_filters_write_decode_section_only(filtered, by_head, tiny_model):
 def test_filters_with_storage_record_each_selection_as_a_trial(filtered):
     import optuna
 
-    study = optuna.load_study(study_name="new", storage=f"sqlite:///{filtered}/db")
+    study = optuna.load_study(
+        study_name=study_name("filters", filtered / "new.yaml"), storage=f"sqlite:///{filtered}/db"
+    )
     assert study.metric_names == ["passkey", "kv_retrieval", "density"]
     assert [trial.params for trial in study.trials] == [
         {"choice": "searched", "prompts": "chosen on"},
@@ -115,6 +119,58 @@ def test_in_place_update_and_later_search_preserve_other_sections(
     assert artifacts.load(out) == again
     assert again.kv_cache == section and again.decode == first.decode
     assert "similarity.mass" in artifacts.load_arrays(out)
+
+
+def test_filters_refuse_a_file_that_another_model_has_by_now(
+    command, by_head, tmp_path, monkeypatch
+):
+    out = tmp_path / "cfg.yaml"
+    former = artifacts.load(by_head)
+    artifacts.save(former, out, artifacts.load_arrays(by_head))
+    real = filter_search.compare
+    other = former.model_copy(
+        update={"model": former.model.model_copy(update={"weights_sha256": "0" * 64})}
+    )
+
+    def meanwhile(*args: Any) -> Any:
+        artifacts.save(other, out, artifacts.load_arrays(by_head))
+        return real(*args)
+
+    monkeypatch.setattr(filter_search, "compare", meanwhile)
+    at = command.index(str(by_head))
+    with pytest.raises(HeadwiseError, match=r"replaced during .*\(different model\)"):
+        main(["filters", *command[:at], str(out), *command[at + 1 :], "--out", str(out)])
+    assert artifacts.load(out).decode is None
+
+
+def test_filters_refuse_a_profile_of_weights_without_a_fingerprint(
+    command, tiny_model, tmp_path, monkeypatch
+):
+    """Two models without a fingerprint are not the same for that."""
+    profile = tmp_path / "profile"
+    words = ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
+    main(["similarity", *words])
+    read = filter_search.load_profile
+    unknown = filter_search.fingerprint
+    for key, refused in (("0" * 64, True), (None, False)):
+
+        def without_hash(path: Any, key: Any = key) -> Any:
+            found = read(path)
+            own = {"weights_sha256": None} | ({"identity": key} if key else {})
+            return replace(found, about={**found.about, **own})
+
+        monkeypatch.setattr(filter_search, "load_profile", without_hash)
+        monkeypatch.setattr(
+            filter_search,
+            "fingerprint",
+            lambda *a, **k: unknown(*a, **k).model_copy(update={"weights_sha256": None}),
+        )
+        run = ["filters", *command, "--out", str(tmp_path / "new.yaml"), "--profile", str(profile)]
+        if refused:
+            with pytest.raises(HeadwiseError, match="is of another model"):
+                main(run)
+        else:
+            main(run)
 
 
 def test_filters_with_profile_skip_measurement_and_runtime_decodes(command, tiny_model, tmp_path):
@@ -182,7 +238,9 @@ def test_kv_with_storage_records_both_budgets_for_both_sets(budgeted):
     import optuna
 
     figures = json.loads((budgeted / "record.json").read_text())
-    study = optuna.load_study(study_name="cfg", storage=f"sqlite:///{budgeted}/db")
+    study = optuna.load_study(
+        study_name=study_name("kv", budgeted / "cfg.yaml"), storage=f"sqlite:///{budgeted}/db"
+    )
     assert study.metric_names == ["passkey", "prose", "share"]
     settings = [(trial.user_attrs["prompts"], trial.params["budgets"]) for trial in study.trials]
     sets = ("deciding", "reporting")

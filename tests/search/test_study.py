@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 
 from artifacts import HeadwiseError
-from search.study import Study, check_storage, passwords, without_password
+from search.study import Study, check_storage, passwords, study_name, without_password
 
 SPACE = {"cost": (0.0, 1.0), "dense_tail": [64, 256]}
 
@@ -98,3 +101,41 @@ def test_without_password_shows_no_part_of_a_password(url):
 )
 def test_without_password_preserves_the_rest_of_a_url(url, shown):
     assert without_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("params", "losses"),
+    [
+        ({"cost": 0.5, "dense_tail": 64}, {"text": math.nan, "cost": 0.5}),
+        ({"cost": 0.5, "dense_tail": 64}, {"text": math.inf, "cost": 0.5}),
+        ({"cost": math.nan, "dense_tail": 64}, {"text": 1.0, "cost": math.nan}),
+        ({"cost": 1.5, "dense_tail": 64}, {"text": 1.0, "cost": 1.5}),
+        ({"cost": 0.5, "dense_tail": 65}, {"text": 1.0, "cost": 0.5}),
+    ],
+)
+def test_study_of_a_loss_that_is_no_number_adds_a_failed_trial(params, losses, tmp_path):
+    import optuna
+
+    url = f"sqlite:///{tmp_path}/study.db"
+    study = Study(storage=url, name="cfg", space=SPACE, losses=("text", "cost"))
+    study.add(params, losses, density=math.nan)
+    study.add({"cost": 0.5, "dense_tail": 64}, {"text": 1.0, "cost": 0.5})
+    failed, complete = optuna.load_study(study_name="cfg", storage=url).trials
+    assert (failed.state.name, complete.state.name) == ("FAIL", "COMPLETE")
+    # Dashboards read JSON, which has no NaN.
+    assert failed.user_attrs["density"] == "nan"
+    assert failed.user_attrs["text"] in ("nan", "inf", 1.0)
+
+
+def test_study_name_differs_by_command_and_folder(tmp_path, monkeypatch):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    names = {
+        study_name(command, tmp_path / folder / "cfg.yaml")
+        for command in ("search", "kv", "filters")
+        for folder in ("a", "b")
+    }
+    assert len(names) == 6 and all("cfg" in name for name in names)
+    monkeypatch.chdir(tmp_path / "a")
+    assert study_name("kv", Path("cfg.yaml")) in names
+    assert len(study_name("filters", tmp_path / f"{'x' * 240}.yaml")) < 200

@@ -25,6 +25,8 @@ pytest.importorskip(
     "lm_eval", reason="lm_eval is not installed here: `.ci/lm-eval` runs these tests"
 )
 
+from profiling.harness.model import HeadwiseLM
+
 LENGTHS, SAMPLES, SEED = (600, 700), 3, 1000
 TASK = "niah_multikey_1"
 NAMES = [f"headwise_{TASK}_{length}" for length in LENGTHS]
@@ -175,6 +177,56 @@ def test_harness_log_likelihoods_use_the_patterns(harness, folder):
     far = [abs(a - b) > 0.01 for a, b in zip(dense, sparse, strict=True)]
     # The first two contexts are shorter than dense_below.
     assert not any(far[:8]) and all(far[8:])
+
+
+@pytest.fixture
+def answered(folder, tmp_path):
+    """answered(config, **options): a log-likelihood with a cache of answers, and its passes."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import CachingLM
+
+    def run(config, pretrained="tiny", **options):
+        lm = HeadwiseLM(
+            str(folder / pretrained), config=config, device="cpu", **{"dtype": "float32"} | options
+        )
+        passes = []
+        real = lm._loglikelihood_tokens
+        lm._loglikelihood_tokens = lambda *a, **k: passes.append(1) or real(*a, **k)
+        request = Instance("loglikelihood", {}, ("It was a long way to the sea. " * 30, "x"), 0)
+        cached = CachingLM(lm, str(tmp_path / "answers.db"))
+        return cached.loglikelihood([request])[0][0], len(passes)
+
+    return run
+
+
+@pytest.mark.parametrize("config", ["dense", "cfg.yaml", "kept.yaml"])
+def test_harness_reuses_answers_of_the_same_model_and_artifact(config, answered, folder):
+    config = config if config == "dense" else str(folder / config)
+    first, passes = answered(config)
+    assert passes == 1 and answered(config, batch_size=2) == (first, 0)
+
+
+def test_harness_refuses_answers_of_another_artifact_model_or_option(answered, folder):
+    answered("dense")
+    save_tiny(folder / "other" / "tiny", max_position_embeddings=2048, intermediate_size=32)
+    load_tokenizer(str(folder / "tiny")).save_pretrained(folder / "other" / "tiny")
+    for config, options in (
+        (str(folder / "cfg.yaml"), {}),
+        ("dense", {"dtype": "bfloat16"}),
+        ("dense", {"pretrained": "other/tiny"}),
+        ("dense", {"max_length": 1000}),
+    ):
+        with pytest.raises(HeadwiseError, match=r"--use_cache .*answers\.db has the answers of"):
+            answered(config, **options)
+
+
+def test_harness_refuses_a_cache_of_the_model_hf(answered, folder, tmp_path):
+    from sqlitedict import SqliteDict
+
+    with SqliteDict(str(tmp_path / "answers.db"), autocommit=True) as answers:
+        answers["0" * 64] = (-1.0, True)
+    with pytest.raises(HeadwiseError, match="give each a file of its own"):
+        answered("dense")
 
 
 def test_harness_without_an_artifact_is_refused(harness, tmp_path):

@@ -264,6 +264,25 @@ def test_gradient_pass_of_changed_logits_reports_a_fault():
     assert gradients(model, ids)[0].gradients
 
 
+@pytest.mark.parametrize("where", ["call", "model", "adapter"])
+def test_gradient_pass_in_inference_mode_reports_a_fault(where):
+    with torch.inference_mode(where == "model"):
+        model = tiny_model("Llama")
+    with torch.inference_mode(where == "adapter"):
+        weight = nn.Parameter(torch.ones(model.model.norm.weight.shape), requires_grad=False)
+    if where == "adapter":
+        model.model.norm.weight = weight
+    tokens = torch.randint(0, 97, (1, 40))
+    with torch.inference_mode(where == "call"):
+        found = gradient_pass(model, tokens, torch.zeros(40, dtype=torch.bool), pytest.fail)
+    assert not found.gradients and "torch.inference_mode" in found.fault
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(
+            model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none"
+        )
+    torch.testing.assert_close(found.nll.clone(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_gradient_pass_of_an_infinite_loss_reports_a_fault():
     model, ids = tiny_model("Llama"), prompt()
     model.lm_head.weight.data[5] = float("inf")

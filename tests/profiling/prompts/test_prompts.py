@@ -10,7 +10,15 @@ import re
 import pytest
 
 from artifacts import HeadwiseError
-from profiling.prompts.prompt import Prompt, digest, fewer_sentences, make_prompts, parse_task
+from profiling.prompts.metrics import is_final, score
+from profiling.prompts.prompt import (
+    Find,
+    Prompt,
+    digest,
+    fewer_sentences,
+    make_prompts,
+    parse_task,
+)
 from profiling.prompts.tokens import Encoder
 from tests.profiling.prompts.files import LONG, count_overlaps, file_task
 from tests.profiling.tokenizers import MAKERS, byte_level
@@ -152,6 +160,12 @@ def test_parse_task_refuses_other_text(task, says):
         ("jsonl", b'{"prompt": "\\ud83d"}', "line 1: half of a surrogate pair"),
         ("jsonl", b'{"prompt": "\\ud83d\\ude00"}', "no prompt of at least 500"),
         ("jsonl", b"[" * 100_000, "bad.file, line 1: not"),
+        ("jsonl", b'{"prompt": "x"}\n{"prompt": "x", "answer": ""}', "line 2: answer must have"),
+        ("jsonl", b'{"prompt": "x", "answer": " \\t"}', "line 1: answer must have text"),
+        ("jsonl", b'{"prompt": " "}', "line 1: prompt must have text, got ' '"),
+        ("jsonl", b'{"prompt": "x", "answers": []}', "line 1: answers is not read, got []"),
+        ("jsonl", b'{"prompt": "x", "answers": ["", "y"]}', "line 1: answers is not read"),
+        ("jsonl", b'{"prompt": "x", "answer": "y", "answer": ""}', "'answer' appears twice"),
     ],
 )
 def test_make_prompts_of_a_wrong_file_names_the_fault(tmp_path, kind, content, says):
@@ -160,6 +174,54 @@ def test_make_prompts_of_a_wrong_file_names_the_fault(tmp_path, kind, content, s
     with pytest.raises(HeadwiseError, match=re.escape(says)) as caught:
         make_prompts(f"{kind}:{file}", byte_level(), length=500, samples=1, seed=0)
     assert "\n" not in str(caught.value) and str(tmp_path) not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"answer": ""},
+        {"answer": " "},
+        {"answer": "a", "references": ("a", "")},
+        {"answer": "a", "finds": (Find("\n", (0, 1)), Find(" a", (0, 1)))},
+    ],
+)
+def test_prompt_with_a_blank_answer_is_refused(fields):
+    with pytest.raises(ValueError, match="an answer must have text"):
+        Prompt((1, 2), **fields)
+
+
+@pytest.mark.parametrize(
+    ("metric", "references", "text", "value"),
+    [
+        ("begins", ("12345",), "12345", 1),
+        ("begins", ("12345",), "12345.", 1),
+        ("begins", ("12345",), "12345 is it", 1),
+        ("begins", ("12345",), "123456", 0),
+        ("begins", ("a1", "b2"), "b2", 1),
+        ("begins", ("a1", "b2"), "b22", 0),
+        ("begins", ("the word",), "the words", 1),
+        # RULER's string_match_all, as published.
+        ("all", ("12345", "7"), "x123456", 0.5),
+    ],
+)
+def test_score_of_a_number_needs_the_whole_number(metric, references, text, value):
+    prompt = Prompt((1, 2), references[0], metric=metric, references=references)
+    assert score(prompt, text) == value
+
+
+def test_score_of_two_finds_needs_whole_numbers():
+    finds = (Find(" box 12", (0, 1)), Find(" 34", (0, 1), lead=", then"))
+    prompt = Prompt.to_find((1, 2), *finds)
+    texts = {"box 12, then 34": 1, "box 123, then 34": 0, "box 12, then 134": 0, "box 12: 34!": 1}
+    assert {text: score(prompt, text) for text in texts} == texts
+
+
+def test_is_final_waits_for_the_end_of_a_number():
+    prompt = Prompt((1, 2), "12345")
+    finals = {"1234": False, "12345": False, "12345.": True, "123456": False}
+    assert {text: is_final(prompt, text) for text in finals} == finals
+    assert is_final(Prompt((1, 2), "word"), "word")
+    assert not is_final(Prompt((1, 2), None), "word")
 
 
 def test_digest_depends_on_ids_and_answers():

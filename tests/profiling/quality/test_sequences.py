@@ -160,3 +160,26 @@ def test_reference_reuses_the_logits_of_a_pass(model, one):
 def test_reference_refuses_a_model_without_logits_to_keep(one):
     with pytest.raises(HeadwiseError, match="Linear has no logits_to_keep"):
         Reference(torch.nn.Linear(1, 1), [one])
+
+
+def test_losses_that_are_no_number_name_task_and_first_head(model, one, monkeypatch):
+    plan = LayerPlan([make("a_shape", sink=64, window=64)] * 4, 2)
+
+    def broken(q, k, v, index, **options):
+        out = sparse_attention(q, k, v, index, **options)
+        if float(index.density().mean()) < 1:
+            out[:, 2] = torch.nan
+        return out
+
+    monkeypatch.setattr("profiling.quality.sequences.sparse_attention", broken)
+    reference = Reference(model, [one])
+    reference.losses(0, {})
+    said = r"kv: losses of the patterns are not finite in float32 \(first in head 1\.2\)"
+    with pytest.raises(HeadwiseError, match=said):
+        reference.losses(0, {1: plan})
+    monkeypatch.undo()
+    other = tiny_model("Llama")
+    other.model.layers[0].mlp.down_proj.weight.data[0, 1] = torch.nan
+    said = r"kv: losses of dense attention are .* \(first in the input of layer 1\)"
+    with pytest.raises(HeadwiseError, match=said):
+        Reference(other, [one]).losses(0, {1: plan})

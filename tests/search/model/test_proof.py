@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from artifacts import Finding
 from search.model.limits import Limits
 from search.model.losses import ContextLoss
 from search.model.proof import ERROR, Kind, Proof, bound, contexts_needed, prove
@@ -146,16 +145,6 @@ def test_text_that_ends_is_judged_by_its_windows():
     contexts = Contexts([], windows(steady(0.001, 0.0005, 3)))
     proof = contexts.prove()
     assert proof.verdict.proven and proof.verdict.windows == 3 and proof.verdict.lost is None
-
-
-@pytest.mark.parametrize("field", ["kl", "text", "fall", "rise"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_loss_that_is_no_number_raises_at_once(field, value):
-    wrong = ContextLoss(**{"task": "facts", "digest": "0", "kl": 0.1, field: value})
-    contexts = Contexts([wrong, *answers([0.0] * 15)])
-    with pytest.raises(Finding, match=r"facts: the loss is not a number: .* --dtype float32"):
-        contexts.prove()
-    assert contexts.taken[-1] == ("answer", 4, 4)
 
 
 def test_measured_limits_fail_by_the_measured_loss():

@@ -27,6 +27,7 @@ from search.model.allocation import spendable
 from search.model.losses import context_losses, task_figures
 from search.model.prompts import HeldOut
 from search.model.proof import KINDS
+from search.study import study_name
 from tests.processes import Process
 from tests.search.model.conftest import (
     LENGTH,
@@ -160,7 +161,8 @@ def test_front_points_can_be_applied(found, tiny_model):
 def test_study_has_each_measured_allocation(found):
     import optuna
 
-    study = optuna.load_study(study_name="cfg", storage=f"sqlite:///{found.parents[1]}/study.db")
+    storage = f"sqlite:///{found.parents[1]}/study.db"
+    study = optuna.load_study(study_name=study_name("search", found), storage=storage)
     assert study.metric_names == [*TASKS, "cost"]
     artifact, arrays = artifacts.load_pair(found)
     sets = [trial.user_attrs["prompts"] for trial in study.trials]
@@ -174,7 +176,7 @@ def test_study_has_each_measured_allocation(found):
     prose, passkey = artifact.evidence.tasks
     losses = [passkey.kl + max(0.0, passkey.nll_rise), prose.kl]
     assert accepted.values == pytest.approx([*losses, artifact.search.spent], abs=1e-4)
-    assert accepted.params["cost"] == accepted.values[2] <= 0.65
+    assert accepted.params["cost"] == accepted.values[2] <= accepted.params["budget"] <= 0.65
     assert accepted.params["dense_tail"] == artifact.prefill.dense_tail
     assert accepted.params["answer_weight"] > 0
     attributes = accepted.user_attrs
