@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from artifacts import HeadwiseError
+from kernels import registry
+from kernels.call import Operands
 from profiling.inside.dense import LayerMask, blockwise_attention
 from runtime.attention.dense import fastest_dense
 from runtime.layers import attention_layers, text_config
@@ -256,7 +258,11 @@ def dense_output(inputs: LayerInputs, mask: LayerMask | None) -> Tensor:
     q = inputs.q
     k = inputs.k
     v = inputs.v
-    if mask is None and inputs.sinks is None and not torch.is_grad_enabled():
+    is_plain = mask is None and inputs.sinks is None and not torch.is_grad_enabled()
+    # sdpa has no soft-cap, and no kernel computes in float64.
+    if inputs.softcap is not None and not registry.fast("attention", Operands(q, k, v))[0]:
+        is_plain = False
+    if is_plain:
         return fastest_dense(q, k, v, scale=inputs.scale, softcap=inputs.softcap)
     return blockwise_attention(
         q, k, v, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask

@@ -49,7 +49,7 @@ _LEFT_OUT = {
 }
 # Fields of a configuration that are labels or caches' switches.
 _LABELS = {"_commit_hash", "_name_or_path", "dtype", "torch_dtype", "transformers_version"}
-# Packages whose hooks compute what their modules' attributes say.
+# Packages whose functions compute what their names and arguments say, whatever they refer to.
 _KNOWN = {"accelerate", "kernels", "peft", "profiling", "runtime", "torch", "transformers"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # Objects without any influence on a result.
@@ -137,9 +137,6 @@ class _Content:
         if "forward" in own and not offloaded:
             hooks.append(own["forward"])
         for hook in hooks:
-            if _package(hook) not in _KNOWN:
-                what = "forward" if hook is own.get("forward") else "a hook"
-                raise _UnknownError(f"{name or 'the model'} has {what} of its own")
             self._add(f"{name} hook", hook)
         tensors = {**module._parameters, **module._buffers}
         if any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
@@ -173,7 +170,7 @@ class _Content:
             return
         if isinstance(value, _NO_CONTENT):
             return
-        if isinstance(value, type | Enum | np.generic | np.dtype):
+        if isinstance(value, type | Enum | np.generic | np.dtype | os.PathLike):
             self._parts.append(f"{name} = {value}")
             return
         known = self._modules.get(id(value))
@@ -230,6 +227,11 @@ class _Content:
             self._add(f"{name}.defaults", [value.__defaults__, value.__kwdefaults__])
             for number, cell in enumerate(value.__closure__ or ()):
                 self._add(f"{name}.closure.{number}", cell.cell_contents)
+            if _package(value) not in _KNOWN:
+                # Such as the vector that a hook adds.
+                for key in value.__code__.co_names:
+                    if not isinstance(found := value.__globals__.get(key), types.ModuleType):
+                        self._add(f"{name}.globals.{key}", found)
         elif isinstance(value, _BUILT_IN):
             self._parts.append(f"{name} = {value.__qualname__}")
         else:

@@ -156,6 +156,30 @@ def test_identity_covers_functions_with_what_they_are_bound_to(model):
     assert keys[0] != keys[1]
 
 
+STEERING = torch.zeros(1)
+
+
+def _steered(module, inputs, output):
+    return output + STEERING
+
+
+def test_identity_covers_hooks_with_what_they_refer_to(model, monkeypatch):
+    keys = [key(model)]
+    handle = model.lm_head.register_forward_hook(_steered)
+    keys += [key(model), key(model)]
+    monkeypatch.setitem(globals(), "STEERING", torch.ones(1))
+    keys.append(key(model))
+    handle.remove()
+    for added in (1.0, 2.0):
+        vector = torch.full((1,), added)
+        handle = model.lm_head.register_forward_hook(lambda m, i, out, by=vector: out + by)
+        keys.append(key(model))
+        handle.remove()
+    model.lm_head.forward = functools.partial(torch.mul, other=vector)
+    keys.append(key(model))
+    assert keys[1] == keys[2] and len(set(keys)) == len(keys) - 1
+
+
 def test_identity_covers_offloaded_weights():
     from accelerate import cpu_offload
 
@@ -168,14 +192,6 @@ def test_identity_covers_offloaded_weights():
     assert keys[0] == keys[1] != keys[2]
 
 
-def _hook(model):
-    model.lm_head.register_forward_hook(lambda *_: None)
-
-
-def _forward(model):
-    model.lm_head.forward = lambda states: states
-
-
 def _meta(model):
     model.lm_head.to("meta")
 
@@ -184,11 +200,15 @@ def _opaque(model):
     model.lm_head.packed = iter([1])
 
 
+def _opaque_hook(model):
+    opaque = iter([1])
+    model.lm_head.register_forward_hook(lambda *_: next(opaque))
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_hook, "lm_head has a hook of its own"),
-        (_forward, "lm_head has forward of its own"),
+        (_opaque_hook, "lm_head hook.closure.0 is of the type builtins.list_iterator"),
         (_meta, "lm_head.weight is on the meta device"),
         (_opaque, "lm_head.packed is of the type builtins.list_iterator"),
     ],
