@@ -1,7 +1,6 @@
 """headwise search: find a sparse pattern for every attention head and write the artifact.
 
-The fastest one whose loss is proven to be within the limits: at most --max-lost fewer correct
-answers and --max-perplexity more perplexity on held-out prompts, at 95% confidence.
+The fastest one that is proven, at 95% confidence, to lose at most --max-lost of the correct answers.
 Exit status 3: no budget is proven (no file), the artifact is too slow to serve (no file without
 --keep), it is not reliably faster, or a --budget is not proven (the file is written).
 

@@ -176,7 +176,7 @@ def _front(run: SearchRun, accepted: Round) -> list[tuple[Allocation, Sequence[C
     points = {accepted.allocation.digest: accepted.allocation}
     budget = accepted.allocation.cost
     for factor in _FRONT:
-        if run.heads.least(accepted.allocation.tail) < budget * factor < run.heads.total(1.0):
+        if run.heads.least(accepted.allocation.tail) < budget * factor:
             other = run.heads.reallocate(accepted.allocation, budget * factor)
             points.setdefault(other.digest, other)
     allocations = list(points.values())

@@ -29,12 +29,14 @@ _PART_OF_BOUND = 0.1
 def frontier(run: SearchRun) -> tuple[FrontierPoint, ...]:
     """The tested budgets, and predicted ones around the accepted one, the cheapest first."""
     measured = [_measured(run, each) for each in run.rounds]
-    points = list(measured)
-    for share in _shares(run):
-        if all(abs(share / each.spent - 1) > _NEAR for each in measured):
-            points.append(_predicted(run, share))
-    unique = {point.spent: point for point in points}
-    return tuple(unique[spent] for spent in sorted(unique))
+    predicted = [_predicted(run, share) for share in _shares(run)]
+    points = {
+        point.spent: point
+        for point in predicted
+        if all(abs(point.spent / each.spent - 1) > _NEAR for each in measured)
+    }
+    points |= {point.spent: point for point in measured}
+    return tuple(points[spent] for spent in sorted(points))
 
 
 def _shares(run: SearchRun) -> Iterator[float]:

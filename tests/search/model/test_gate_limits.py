@@ -186,7 +186,7 @@ def test_losses_are_grouped_by_task():
 
 
 def test_windows_of_text_have_an_interval_from_four_on():
-    windows = [sequence("prose", ())] * 4
+    windows = [replace(sequence("prose", ()), ids=(at, *range(49))) for at in range(4)]
     rises = [losses((), [], [], [], kl) for kl in (0.01, 0.02, 0.03, 0.04)]
     (four,) = by_task(windows, rises)
     half = 3.182 * np.std([0.01, 0.02, 0.03, 0.04], ddof=1) / 2

@@ -163,7 +163,7 @@ def test_study_has_each_measured_allocation(found):
 
     storage = f"sqlite:///{found.parents[1]}/study.db"
     study = optuna.load_study(study_name=study_name("search", found), storage=storage)
-    assert study.metric_names == [*TASKS, "cost"]
+    assert study.metric_names == [*reversed(TASKS), "cost"]
     artifact, arrays = artifacts.load_pair(found)
     sets = [trial.user_attrs["prompts"] for trial in study.trials]
     assert sets[:2] == ["calibration prompts", "round 1"]
@@ -174,7 +174,7 @@ def test_study_has_each_measured_allocation(found):
     # The accepted allocation: losses by task and cost, equal to those of the artifact.
     accepted = study.trials[1]
     prose, passkey = artifact.evidence.tasks
-    losses = [passkey.kl + max(0.0, passkey.nll_rise), prose.kl]
+    losses = [prose.kl, passkey.kl + max(0.0, passkey.nll_rise)]
     assert accepted.values == pytest.approx([*losses, artifact.search.spent], abs=1e-4)
     assert accepted.params["cost"] == accepted.values[2] <= accepted.params["budget"] <= 0.65
     assert accepted.params["dense_tail"] == artifact.prefill.dense_tail

@@ -199,5 +199,7 @@ def test_flops_cost_decides_by_count(tiny_model, out, capsys):
     assert main(["search", *options(tiny_model, out, budget="0.99")]) == 3
     result, gain, *_ = last_block(capsys)
     assert result == "result: too many FLOPs to serve; try a smaller --budget"
-    assert re.fullmatch(r"  FLOPs .* 512 .* \d\.\d\d .* \(\d\.\d\dx fewer\), .* not timed", gain)
+    assert re.fullmatch(
+        r"  FLOPs .* 512 .* \d\.\d\d .* \(\d\.\d\dx fewer\), .* not timed; .*", gain
+    )
     assert not list(out.parent.iterdir())
