@@ -1,6 +1,6 @@
 """headwise search: find a sparse pattern for every attention head and write the artifact.
 
-The fastest one that is proven, at 95% confidence, to lose at most --max-lost of the correct answers.
+The fastest that is proven, at 95% confidence, to lose at most --max-lost of the correct answers.
 Exit status 3: no budget is proven (no file), the artifact is too slow to serve (no file without
 --keep), it is not reliably faster, or a --budget is not proven (the file is written).
 
