@@ -102,7 +102,8 @@ def test_show_page_wraps_rows_of_many_heads(tmp_path, make, page):
             True,
             8192,
             "verdict proven up to 8,192 tokens: at most 3.1% fewer correct answers (95% "
-            "confidence; measured 0.9%); at most 1.2% more perplexity (95% confidence; measured -0.4%)",
+            "confidence; measured 0.9%); at most 1.2% more perplexity (95% confidence; measured "
+            "-0.4%)",
         ),
         (False, 8192, "verdict not proven up to 8,192 tokens: because; at most 3.1% fewer"),
     ],

@@ -95,7 +95,7 @@ def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, cl
     (written,) = [point for point in artifact.search.frontier if point.measured]
     assert written.seconds == 1.0
     seconds = [point.seconds for point in artifact.search.frontier]
-    assert len(seconds) > 2 and seconds == sorted(seconds)
+    assert len(seconds) > 1 and seconds == sorted(seconds)
 
 
 def test_attention_without_a_gain_leaves_the_old_file_and_times_no_prefill(
