@@ -58,6 +58,7 @@ def simulated(
             answers=correct,
             tokens=float(correct),
             dense_right=correct,
+            lost=int(lost),
             probability=float(correct),
             fall=float(lost),
         )

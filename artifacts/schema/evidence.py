@@ -24,6 +24,7 @@ MAX_TASKS = 512
 # Fields with an interval, and its ends.
 _INTERVALS = {
     "nll_rise": ("nll_rise_low", "nll_rise_high"),
+    "fewer": ("fewer_low", "fewer_high"),
     "loss": ("loss_low", "loss_high"),
     "perplexity_ratio": ("perplexity_low", "perplexity_high"),
 }
@@ -68,6 +69,11 @@ class TaskFigures(Record):
     won: Natural | None = Field(
         default=None, description="of the others, right with the artifact applied"
     )
+    fewer_low: float | None = Field(
+        default=None,
+        description="lower end of the 95% interval over contexts of (lost - won) / dense_right",
+    )
+    fewer_high: float | None = Field(default=None, description="upper end")
     loss: float | None = Field(
         default=None,
         description=(
@@ -98,6 +104,11 @@ class TaskFigures(Record):
     def net_lost(self) -> int:
         """Right answers lost, less those won."""
         return (self.lost or 0) - (self.won or 0)
+
+    @property
+    def fewer(self) -> float:
+        """`net_lost`, relative to the answers that dense attention gets right."""
+        return self.net_lost / max(1, self.dense_right or 0)
 
     @property
     def dense_accuracy(self) -> float:

@@ -53,9 +53,9 @@ def _measured(run: SearchRun, tested: Round) -> FrontierPoint:
     return FrontierPoint(
         spent=round(run.heads.share(tested.allocation.cost), 4),
         seconds=_seconds(run, tested.allocation.cost),
-        lost=verdict.lost,
-        lost_high=verdict.lost_high,
-        perplexity=verdict.perplexity,
+        lost=_rounded(verdict.lost),
+        lost_high=_rounded(verdict.lost_high),
+        perplexity=_rounded(verdict.perplexity),
         measured=True,
     )
 
@@ -70,8 +70,8 @@ def _predicted(run: SearchRun, share: float) -> FrontierPoint:
     return FrontierPoint(
         spent=round(run.heads.share(allocation.cost), 4),
         seconds=_seconds(run, allocation.cost),
-        lost=None if lost is None else min(lost, 1.0),
-        perplexity=perplexity,
+        lost=None if lost is None else _rounded(min(lost, 1.0)),
+        perplexity=_rounded(perplexity),
         measured=False,
     )
 
@@ -101,7 +101,15 @@ def _seconds(run: SearchRun, cost: float) -> float | None:
     """Seconds to the first token: those of the accepted allocation and the difference in cost."""
     if not run.prefills:
         return None
-    return median(run.prefills[HEADWISE]) + (cost - run.allocation.cost) * clock_drift(run)
+    seconds = median(run.prefills[HEADWISE])
+    return round(seconds + (cost - run.allocation.cost) * clock_drift(run), 3)
+
+
+def _rounded(loss: float | None) -> float | None:
+    """A loss as the artifact has it, which people read."""
+    if loss is None:
+        return None
+    return round(loss, 5)
 
 
 def table(points: Sequence[FrontierPoint], spent: float) -> list[str]:

@@ -73,6 +73,13 @@ class Limits(CommandConfig):
                 f"{task.loss:.1%} fewer correct answers ({task.loss_low:.1%} to "
                 f"{task.loss_high:.1%}), the limit is {self.max_lost:.1%} (--max-lost)",
             )
+        if task.fewer_low is not None and task.fewer_low > self.max_lost and task.net_lost > 1:
+            yield (
+                task.fewer_low / self.max_lost,
+                f"of {task.dense_right} correct answers {task.lost} are lost, and {task.won} "
+                f"others are won: {task.fewer:.1%} fewer ({task.fewer_low:.1%} to "
+                f"{task.fewer_high:.1%}), the limit is {self.max_lost:.1%} (--max-lost)",
+            )
         if task.perplexity_low is not None and task.perplexity_low - 1 > self.max_perplexity:
             assert task.perplexity_ratio is not None and task.perplexity_high is not None
             yield (

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from artifacts import TaskFigures
-from artifacts.schema.evidence import percent
 from profiling.evaluation.intervals import Interval, share_of, student
 from profiling.quality.sequences import Losses, TokenSequence
 
@@ -208,10 +207,16 @@ def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> 
         return TaskFigures.model_construct(**figures)
     rise = share_of(rises, tokens)
     loss = lost_fraction(answered, 0.95)
+    fewer = share_of(
+        [float(context.lost - context.won) for context in answered],
+        [float(context.dense_right) for context in answered],
+    )
     return TaskFigures.model_construct(
         **figures,
         nll_rise_low=rise.low,
         nll_rise_high=rise.high,
+        fewer_low=fewer.low,
+        fewer_high=fewer.high,
         loss_low=loss.low,
         loss_high=loss.high,
     )
@@ -248,12 +253,14 @@ def format_row(task: TaskFigures) -> str:
     dense = task.dense_right or 0
     text += (
         f"  correct of {task.answers}: dense {dense}, artifact {dense - task.net_lost} "
-        f"({task.lost} lost, {task.won} won)"
+        f"({task.lost} lost, {task.won} won), {0 - task.fewer:+.1%}"
     )
+    if task.fewer_low is not None and task.fewer_high is not None:
+        text += f" ({0 - task.fewer_high:+.1%} to {0 - task.fewer_low:+.1%})"
     if task.loss is not None:
-        text += f", by probability {percent(-task.loss)}"
+        text += f", by probability {-task.loss:+.1%}"
     if task.loss_low is not None and task.loss_high is not None:
-        text += f" ({percent(-task.loss_high)} to {percent(-task.loss_low)})"
+        text += f" ({-task.loss_high:+.1%} to {-task.loss_low:+.1%})"
     return text
 
 

@@ -92,7 +92,8 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
                 continue
             level = error * _SPENDING[look]
             bounds[kind] = bound(kind, losses[kind], limits, level)
-            if _is_within(kind, bounds[kind], limits):
+            is_within = bounds[kind].high <= limit_of(kind, limits)
+            if is_within and counted(losses[kind]) <= limits.max_lost:
                 proven.add(kind)
             fault = limits.exceeded(task_figures(list(chain.from_iterable(losses.values()))))
             # One look of few contexts says little of a loss near the limit; two say enough.
@@ -156,8 +157,14 @@ def _spread(limit: float, correct: float, contexts: int) -> float:
     return math.sqrt(limit * (1 - limit) * (1 / max(1.0, correct) + _CORRELATION / contexts))
 
 
-def _is_within(kind: Kind, interval: Interval, limits: Limits) -> bool:
-    return interval.high <= limit_of(kind, limits)
+def counted(losses: Sequence[ContextLoss]) -> float:
+    """The fraction of correct answers that is lost by counting them, less those won; 0 of text.
+
+    Patterns can make a model surer of all its answers, the wrong ones too: no bound by
+    probabilities proves what the counts deny.
+    """
+    right = sum(context.dense_right for context in losses)
+    return sum(context.lost - context.won for context in losses) / max(1, right)
 
 
 def _hopeless(kind: Kind, interval: Interval, limits: Limits) -> str | None:
@@ -194,6 +201,12 @@ def _open(
         units = plural(interval.count, "context")
         what = f"up to {interval.high:.1%} fewer correct answers"
         option = "--max-lost"
+    if interval.high <= limit:
+        fewer = counted(losses["answer"])
+        return (
+            f"{fewer:.1%} fewer correct answers by counting them after {units}, the limit "
+            f"is {limit:.1%} ({option})"
+        )
     if interval.count == 1:
         return f"one {units.partition(' ')[2]} has no confidence interval, take a longer text"
     line = f"{what} after {units}, the limit is {limit:.1%} ({option})"

@@ -73,10 +73,15 @@ def by_task(sequences: Any, losses: Any) -> tuple[TaskFigures, ...]:
             {},
             r"prose: perplexity rises by 8\.00% \(5\.00% to 11\.00%\), the limit is 3\.00% .*",
         ),
+        (
+            task(lost=9, fewer_low=0.06, fewer_high=0.54),
+            {},
+            r"kv: of 30 correct answers 9 are lost, and 0 others are won: 30\.0% fewer \(.*",
+        ),
         (task(kl=0.06), {"max_kl": 0.05}, r"kv: KL .* 0\.06 .* 0\.05 \(--max-kl\)"),
         (task(nll_rise=0.3), {"max_nll": 0.1}, r"kv: -log p .* 0\.300 .* 0\.1 \(--max-nll\)"),
     ],
-    ids=["lost", "perplexity", "kl", "nll"],
+    ids=["lost", "perplexity", "counted", "kl", "nll"],
 )
 def test_each_limit_fails_alone(bad, limits, says):
     good = [text(), task("other")]
@@ -250,7 +255,7 @@ def test_pool_leaves_text_out():
 def test_row_names_answers_and_loss_by_probability():
     row = format_row(task(lost=6, won=1, loss=0.034, loss_low=0.011, loss_high=0.057))
     assert row.endswith(
-        "correct of 40: dense 30, artifact 25 (6 lost, 1 won), by probability -3.4% "
+        "correct of 40: dense 30, artifact 25 (6 lost, 1 won), -16.7%, by probability -3.4% "
         "(-5.7% to -1.1%)"
     )
     assert format_row(text()).endswith("perplexity +1.00% (+0.50% to +1.50%)")

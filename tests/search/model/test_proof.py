@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,6 +128,22 @@ def test_contexts_that_happen_to_be_alike_have_a_bound():
     """Equal losses have no spread, which says nothing of other contexts."""
     interval = bound("answer", answers([0.01] * 8, 1000), LIMITS, 0.015)
     assert interval.value == pytest.approx(0.01) and interval.high > 0.03
+
+
+def test_counts_that_exceed_the_limit_prove_nothing():
+    """A model that is surer of all its answers may still get fewer of them right."""
+    surer = [replace(context, lost=6, won=1) for context in answers(steady(-0.02, 0.01), 50)]
+    proof = Contexts(surer).prove()
+    assert not proof.verdict.proven
+    says = "of 200 correct answers 24 are lost, and 4 others are won: 10.0% fewer (10.0% to 10.0%)"
+    assert says in proof.verdict.why
+    near = [replace(context, lost=3 * (at % 2)) for at, context in enumerate(surer)]
+    near = [replace(context, won=0, lost=5 * (at % 4 == 0) + 2) for at, context in enumerate(near)]
+    why = Contexts(near).prove().verdict.why
+    assert why == (
+        "6.5% fewer correct answers by counting them after 16 contexts, the limit is 5.0% "
+        "(--max-lost)"
+    )
 
 
 def test_answers_won_offset_answers_lost():
