@@ -59,7 +59,7 @@ def simulated(
             tokens=float(correct),
             dense_right=correct,
             lost=int(lost),
-            probability=float(correct),
+            clear=float(correct),
             fall=float(lost),
         )
         for at, lost in enumerate(rng.binomial(correct, rates))

@@ -77,8 +77,7 @@ class TaskFigures(Record):
     loss: float | None = Field(
         default=None,
         description=(
-            "fraction of dense attention's correct answers that is lost, an answer counted by its "
-            "probability"
+            "fraction of dense attention's correct answers that is lost, near ties counted in part"
         ),
     )
     loss_low: float | None = Field(
@@ -175,8 +174,8 @@ class Verdict(Record):
     lost: float | None = Field(
         default=None,
         description=(
-            "measured fraction of dense attention's correct answers that is lost, an answer "
-            "counted by its probability; null: no answers were asked for"
+            "measured fraction of dense attention's correct answers that is lost, near ties "
+            "counted in part; null: no answers were asked for"
         ),
     )
     lost_high: float | None = Field(

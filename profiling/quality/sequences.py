@@ -26,6 +26,7 @@ from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.finite import not_finite
 from profiling.inside.capture import LayerInputs, Visit, attending
+from profiling.inside.gradients import margins
 from profiling.prompts.held_out import units
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
@@ -41,6 +42,8 @@ _TEXT = 2048
 _HELD = 1 << 25
 # Log-probabilities turned to fp32 at once.
 _ROWS = 128
+# Logits by which near ties are smoothed: below it a token wins by chance.
+_NEAR = 0.5
 # The kind of answers of later turns, where there are others.
 _LATER = "later"
 # Least log-probability: half precision cannot represent that of a token that a model forbids.
@@ -135,6 +138,7 @@ class Losses:
         answer_tokens: (A,) tokens of each answer.
         answer_nll, answer_dense_nll: (A,) -log p of each answer.
         right, dense_right: (A,) True if every token of an answer was the likeliest.
+        clear, dense_clear: (A,) how clearly, from 0 to 1: `right` smoothed over near ties.
     """
 
     kl: np.ndarray
@@ -145,10 +149,20 @@ class Losses:
     answer_dense_nll: np.ndarray
     right: np.ndarray
     dense_right: np.ndarray
+    clear: np.ndarray
+    dense_clear: np.ndarray
 
     def of(self, answers: np.ndarray) -> Losses:
         """Keep of the answers only these, (A,) bool."""
-        own = ("answer_tokens", "answer_nll", "answer_dense_nll", "right", "dense_right")
+        own = (
+            "answer_tokens",
+            "answer_nll",
+            "answer_dense_nll",
+            "right",
+            "dense_right",
+            "clear",
+            "dense_clear",
+        )
         return replace(self, **{name: getattr(self, name)[answers] for name in own})
 
 
@@ -163,11 +177,13 @@ class _Predicted(NamedTuple):
         log_probs: (P, V) at its positions.
         nll: of all scored tokens, one after the other.
         likeliest: tokens at the positions, and in place of the scored tokens.
+        margin: logit of each scored token, less the highest of the others.
     """
 
     log_probs: Tensor
     nll: Tensor
     likeliest: Tensor
+    margin: Tensor
 
 
 class Reference:
@@ -195,7 +211,9 @@ class Reference:
             execution_device(self._model)
         )
 
-    def know(self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor) -> None:
+    def know(
+        self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor, margin: Tensor
+    ) -> None:
         """Take dense attention's predictions from a pass that was made anyway.
 
         Args:
@@ -203,10 +221,13 @@ class Reference:
             log_probs: (P, V) at `positions(number)`.
             nll: (S - 1,) -log p of each token but the first.
             likeliest: (S - 1,) the likeliest token in place of each token but the first.
+            margin: (S - 1,) the token's logit, less the highest of the others.
         """
         before = self._before_scored(number)
         positions = torch.cat([self.positions(number), before])
-        self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[positions])
+        self._dense[number] = _Predicted(
+            log_probs.half(), nll[before], likeliest[positions], margin[before]
+        )
 
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare with dense attention.
@@ -232,6 +253,8 @@ class Reference:
             answer_dense_nll=np.array([float(each.sum()) for each in _split(dense.nll, sizes)]),
             right=np.array([bool(each.all()) for each in _split(right, sizes)], dtype=bool),
             dense_right=np.array([bool(e.all()) for e in _split(dense_right, sizes)], dtype=bool),
+            clear=_clear(other.margin, sizes),
+            dense_clear=_clear(dense.margin, sizes),
         )
         self._check(number, {}, losses.dense_nll, losses.answer_dense_nll)
         self._check(number, plans, losses.kl, losses.nll, losses.answer_nll)
@@ -291,8 +314,20 @@ class Reference:
         with applied:
             output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=positions)
         logits, of_scored = output.logits[0].split([len(spread), len(before)])
-        nll = token_losses(of_scored, ids[before + 1]).clamp_max_(-LEAST)
-        return _Predicted(log_probabilities(logits), nll, output.logits[0].argmax(-1))
+        targets = ids[before + 1]
+        nll = token_losses(of_scored, targets).clamp_max_(-LEAST)
+        if self.sequences[number].is_text:
+            # Only answers are right or wrong.
+            margin = torch.zeros_like(nll)
+        else:
+            margin = margins(of_scored, targets)
+        return _Predicted(log_probabilities(logits), nll, output.logits[0].argmax(-1), margin)
+
+
+def _clear(margin: Tensor, sizes: list[int]) -> np.ndarray:
+    """Smooth the correctness of answers: the product of Phi(margin / _NEAR) over their tokens."""
+    clear = torch.special.ndtr(margin.double() / _NEAR)
+    return np.array([float(each.prod()) for each in _split(clear, sizes)], dtype=np.float64)
 
 
 def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:

@@ -19,7 +19,7 @@ from profiling.quality.sequences import Losses, TokenSequence
 CONTEXTS = 4
 # The name of all answers of all tasks together.
 POOL = "all answers"
-_SUMS = ("rise", "tokens", "answers", "dense_right", "lost", "won", "probability", "fall")
+_SUMS = ("rise", "tokens", "answers", "dense_right", "lost", "won", "clear", "fall")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,7 @@ class ContextLoss:
         dense_right: answers that dense attention gets right.
         lost: those of them that the patterns get wrong.
         won: answers that only the patterns get right.
-        probability: sum of the answers' probabilities under dense attention: the answers that it
-            gets right on average where tokens are sampled.
+        clear: answers that dense attention gets right, near ties in part.
         fall: by how much the patterns lower this sum.
     """
 
@@ -53,7 +52,7 @@ class ContextLoss:
     dense_right: int = 0
     lost: int = 0
     won: int = 0
-    probability: float = 0.0
+    clear: float = 0.0
     fall: float = 0.0
     unit: str = ""
 
@@ -63,7 +62,6 @@ class ContextLoss:
         text = None
         if not len(losses.right):
             text = float((losses.nll - losses.dense_nll).mean())
-        dense = np.exp(-losses.answer_dense_nll)
         return cls(
             task=task,
             digest=sequence.digest,
@@ -76,8 +74,8 @@ class ContextLoss:
             dense_right=int(losses.dense_right.sum()),
             lost=int((losses.dense_right & ~losses.right).sum()),
             won=int((~losses.dense_right & losses.right).sum()),
-            probability=float(dense.sum()),
-            fall=float((dense - np.exp(-losses.answer_nll)).sum()),
+            clear=float(losses.dense_clear.sum()),
+            fall=float((losses.dense_clear - losses.clear).sum()),
         )
 
 
@@ -151,9 +149,9 @@ def _by_unit(contexts: Iterable[ContextLoss]) -> list[list[ContextLoss]]:
 def lost_fraction(contexts: Sequence[ContextLoss], confidence: float) -> Interval:
     """The fraction of dense attention's correct answers that is lost, with its interval.
 
-    An answer counts by its probability: at a near tie it turns from right to wrong by chance, in
-    which case its probability has hardly changed. Counts of right answers say the same on average,
-    with an interval twice as wide (docs/internals.md).
+    At a near tie an answer turns from right to wrong by chance, so it counts in part: each token by
+    Phi(m / 0.5), where m is its logit less the highest of the others. Counts of right answers say
+    the same on average, with an interval twice as wide (docs/internals.md).
 
     Args:
         contexts: with answers, one of each sequence.
@@ -161,7 +159,7 @@ def lost_fraction(contexts: Sequence[ContextLoss], confidence: float) -> Interva
     """
     return share_of(
         [context.fall for context in contexts],
-        [context.probability for context in contexts],
+        [context.clear for context in contexts],
         confidence=confidence,
     )
 
@@ -201,8 +199,8 @@ def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> 
     rises = [context.rise for context in answered]
     tokens = [context.tokens for context in answered]
     figures["nll_rise"] = sum(rises) / sum(tokens)
-    probability = sum(context.probability for context in answered)
-    figures["loss"] = sum(context.fall for context in answered) / max(1.0, probability)
+    clear = sum(context.clear for context in answered)
+    figures["loss"] = sum(context.fall for context in answered) / max(1.0, clear)
     if len(answered) < CONTEXTS or not np.isfinite([*rises, figures["loss"]]).all():
         return TaskFigures.model_construct(**figures)
     rise = share_of(rises, tokens)
@@ -258,7 +256,7 @@ def format_row(task: TaskFigures) -> str:
     if task.fewer_low is not None and task.fewer_high is not None:
         text += f" ({0 - task.fewer_high:+.1%} to {0 - task.fewer_low:+.1%})"
     if task.loss is not None:
-        text += f", by probability {-task.loss:+.1%}"
+        text += f", ties smoothed {-task.loss:+.1%}"
     if task.loss_low is not None and task.loss_high is not None:
         text += f" ({-task.loss_high:+.1%} to {-task.loss_low:+.1%})"
     return text

@@ -146,7 +146,7 @@ def bound(kind: Kind, losses: Sequence[ContextLoss], limits: Limits, level: floa
         return Interval(interval.value, -math.inf, math.inf, 1)
     if kind == "text":
         return interval
-    correct = sum(context.probability for context in losses)
+    correct = sum(context.clear for context in losses)
     spread = _spread(limits.max_lost, correct, interval.count)
     least = interval.value + NormalDist().inv_cdf(1 - level) * spread
     return Interval(interval.value, interval.low, max(interval.high, least), interval.count)
@@ -160,8 +160,7 @@ def _spread(limit: float, correct: float, contexts: int) -> float:
 def counted(losses: Sequence[ContextLoss]) -> float:
     """The fraction of correct answers that is lost by counting them, less those won; 0 of text.
 
-    Patterns can make a model surer of all its answers, the wrong ones too: no bound by
-    probabilities proves what the counts deny.
+    No bound of the smoothed loss proves what the counts deny.
     """
     right = sum(context.dense_right for context in losses)
     return sum(context.lost - context.won for context in losses) / max(1, right)
@@ -210,7 +209,7 @@ def _open(
     if interval.count == 1:
         return f"one {units.partition(' ')[2]} has no confidence interval, take a longer text"
     line = f"{what} after {units}, the limit is {limit:.1%} ({option})"
-    correct = sum(context.probability for context in losses["answer"])
+    correct = sum(context.clear for context in losses["answer"])
     needed = contexts_needed(kind, interval, limit, correct, error * _SPENDING[-1])
     if needed is None:
         return line

@@ -86,7 +86,7 @@ def searched(
             else:
                 lost = min(1.0, answer * ratios["answer"] * LIMITS.max_lost * factor)
                 own |= {"answers": 500, "tokens": 500.0, "dense_right": 400}
-                own |= {"probability": 400.0, "fall": 400.0 * lost}
+                own |= {"clear": 400.0, "fall": 400.0 * lost}
             losses.append(ContextLoss(**own))
         return [losses[at] for at in numbers] if numbers is not None else losses
 

@@ -158,6 +158,8 @@ def losses(
         answer_dense_nll=np.full(len(sizes), 2.0),
         right=np.array(right, dtype=bool),
         dense_right=np.array(dense, dtype=bool),
+        clear=np.array(right, dtype=float),
+        dense_clear=np.ones(len(sizes)),
     )
 
 
@@ -179,9 +181,8 @@ def test_losses_are_grouped_by_task():
     ends = (kv.nll_rise_low, kv.nll_rise_high, kv.loss_low, kv.loss_high)
     assert ends == (None,) * 4 and prose.perplexity_low is None
     assert (kv.prompts, kv.answers, kv.dense_right, kv.lost, kv.won) == (2, 3, 2, 1, 1)
-    # Each answer has a probability of e^-2 under dense attention.
-    expected = sum(1 - exp(-rise) for rise in (0.2, 0.6, 1.2)) * exp(-2)
-    assert kv.loss == pytest.approx(expected / max(1.0, 3 * exp(-2)))
+    # Three answers that dense attention gets right for sure, of which two stay so.
+    assert kv.loss == pytest.approx(1 / 3)
     assert prose.perplexity_ratio == pytest.approx(exp(0.3))
     assert (prose.nll_rise, prose.answers) == (None, None)
     by_name = loss_by_task(contexts)
@@ -200,9 +201,9 @@ def test_windows_of_text_have_an_interval_from_four_on():
 
 
 def facts(fall: float, at: int) -> ContextLoss:
-    """A context of 40 answers whose probabilities sum to 20, and fall by a fraction of that."""
+    """A context of 40 answers of which dense attention gets 20, and loses a fraction of these."""
     return ContextLoss(
-        task="facts", digest=str(at), kl=0.1, answers=40, tokens=80.0, probability=20.0,
+        task="facts", digest=str(at), kl=0.1, answers=40, tokens=80.0, clear=20.0,
         fall=20 * fall,
     )  # fmt: skip
 
@@ -252,15 +253,15 @@ def test_pool_leaves_text_out():
     assert pooled(prose) == [] and len(task_figures(prose)) == 1
 
 
-def test_row_names_answers_and_loss_by_probability():
+def test_row_names_answers_and_loss_with_ties_smoothed():
     row = format_row(task(lost=6, won=1, loss=0.034, loss_low=0.011, loss_high=0.057))
     assert row.endswith(
-        "correct of 40: dense 30, artifact 25 (6 lost, 1 won), -16.7%, by probability -3.4% "
+        "correct of 40: dense 30, artifact 25 (6 lost, 1 won), -16.7%, ties smoothed -3.4% "
         "(-5.7% to -1.1%)"
     )
     assert format_row(text()).endswith("perplexity +1.00% (+0.50% to +1.50%)")
     few = format_row(task(loss_low=None, loss_high=None))
-    assert few.endswith("by probability -2.0%") and "None" not in few
+    assert few.endswith("ties smoothed -2.0%") and "None" not in few
 
 
 @pytest.mark.parametrize("value", [nan, inf])

@@ -26,7 +26,7 @@ def answers(losses: Sequence[float], correct: float = 50.0) -> list[ContextLoss]
             tokens=200.0,
             answers=100,
             dense_right=round(correct),
-            probability=correct,
+            clear=correct,
             fall=loss * correct,
         )
         for at, loss in enumerate(losses)
