@@ -1,4 +1,4 @@
-"""Compare statistics of lost answers: which one has the narrowest interval.
+"""Compare statistics of lost answers: whether they agree, and which has the narrowest interval.
 
     python benchmarks/answer_statistics.py smollm2 examples/smollm2.yaml --contexts 12 --out FILE
 
@@ -34,17 +34,19 @@ def values_of(losses: Losses) -> dict[str, tuple[float, float]]:
     dense = np.exp(-losses.answer_dense_nll)
     own = np.exp(-losses.answer_nll)
     rise = losses.answer_nll - losses.answer_dense_nll
-    margin = np.log(dense / (1 - dense + 1e-9)) - np.log(own / (1 - own + 1e-9))
-    likely = (dense > 0.5).sum()
+    likely = int((dense > 0.5).sum())
     return {
         "correct answers": (
-            float(losses.dense_right.sum() - losses.right.sum()),
+            float(losses.dense_right.sum()) - float(losses.right.sum()),
             float(losses.dense_right.sum()),
         ),
+        "correct answers, ties smoothed": (
+            float((losses.dense_clear - losses.clear).sum()),
+            float(losses.dense_clear.sum()),
+        ),
         "probability": (float((dense - own).sum()), float(dense.sum())),
-        "probability above 0.5": (float(likely - (own > 0.5).sum()), float(likely)),
+        "probability above 0.5": (likely - float((own > 0.5).sum()), float(likely)),
         "-log p, nats an answer": (float(rise.sum()), float(len(rise))),
-        "log-odds, an answer": (float(margin.sum()), float(len(margin))),
     }
 
 
@@ -86,15 +88,15 @@ def main() -> None:
     for name in by_context[0]:
         pairs = [each[name] for each in by_context]
         interval = share_of([loss for loss, _ in pairs], [size for _, size in pairs])
-        row: dict[str, Any] = {"statistic": name, "loss": interval.value}
-        row |= {"low": interval.low, "high": interval.high}
+        row: dict[str, Any] = {"statistic": name, "loss": round(interval.value, 5)}
+        row |= {"low": round(interval.low, 5), "high": round(interval.high, 5)}
         rows.append(row)
-        print(f"{name:<24} {interval.value:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})")
+        print(f"{name:<32} {interval.value:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
     record = {
-        "what": "Interval of lost answers by statistic: fraction of dense attention's, by context",
+        "what": "Loss of answers by statistic: fraction of dense attention's value, by context",
         "command": (
             f"python benchmarks/answer_statistics.py {Path(options.model).name} "
             f"{options.artifact} --contexts {options.contexts} --out FILE"

@@ -41,7 +41,7 @@ _SPENDING = (0.1, 0.3, 0.6)
 # first was proven may spend all: if the first was proven rightly, it is the only one that can err.
 ERROR = 0.05
 ROUNDS = (0.8, 0.1, 0.05, 0.05)
-# Correlation of the answers of one context that is assumed at least. Measured: 0.002 to 0.014.
+# Correlation of the answers of one context that is assumed at least. Measured: 0.001 to 0.014.
 _CORRELATION = 0.03
 # The most contexts that advice names.
 _MOST = 512
