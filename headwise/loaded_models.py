@@ -35,7 +35,7 @@ def search(
         name: of the model, in the artifact; None for its own.
         revision: of the model on the hub; None for the one that it was loaded from.
         options: fields of search.model.config.ModelSearch and of its limits, such as
-            length=4096, budget=0.3, cost="flops", max_kl=0.1.
+            length=4096, max_lost=0.03, cost="flops".
 
     Returns:
         The run, with its artifact, losses and speed; `written` is False where serving it gains too
@@ -85,10 +85,10 @@ def gate(
         name: of the model, in an artifact that is written for it; None for its own.
         revision: of the model on the hub; None for the one that it was loaded from.
         options: fields of search.gate.Config and of its limits, such as length=4096,
-            max_kl=0.1; out="new.yaml" writes an artifact that passes for this model.
+            max_lost=0.03; out="new.yaml" writes an artifact that passes for this model.
 
     Returns:
-        The losses of each task; `passes` is True within the limits.
+        The losses of each task; `passes` is True if they are proven to be within the limits.
 
     Raises:
         HeadwiseError: an option is unknown, the model is another one than the artifact's, or

@@ -1,10 +1,13 @@
 """headwise plot: a picture of an artifact.
 
+frontier     seconds to the first token against correct answers lost, of the search's budgets
+
 patterns     kind of each head's pattern (color) and its recall (shade)
 
 candidates   of --head: loss of each candidate of the search by its cost, the chosen one marked
 
     headwise plot cfg.yaml --out cfg
+    headwise plot cfg.yaml --picture patterns --out patterns
     headwise plot cfg.yaml --head 3.5 --out head
 """
 
@@ -15,7 +18,7 @@ from typing import Annotated, Self
 
 from pydantic import model_validator
 
-from artifacts import HeadwiseError, load_pair
+from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.cli.arguments import ArtifactFile, Out
 from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import one_line
@@ -28,26 +31,38 @@ _SUFFIXES = (".png", ".svg", ".csv")
 
 
 class Config(CommandConfig):
-    """Options of a picture; None takes the one of a head, if one is given, or of all."""
+    """Options of a picture; None takes candidates with a head, else the frontier or patterns."""
 
     config: ArtifactFile
     out: Annotated[Out, Arg("stem of the .png, .svg and .csv to write", metavar="STEM")]
     picture: Annotated[
         str | None,
-        Arg("what to draw (default patterns; candidates with --head)", choices=tuple(_PICTURES)),
+        Arg(
+            "what to draw (default candidates with --head, else the frontier, or the patterns of "
+            "an artifact that has none)",
+            choices=tuple(_PICTURES),
+        ),
     ] = None
     head: Annotated[Head, Arg("head, as layer.head, such as 12.5")] = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.name == "candidates") != (self.head is not None):
+        is_of_head = self.picture in (None, "candidates")
+        if (self.head is not None and not is_of_head) or (
+            self.picture == "candidates" and self.head is None
+        ):
             raise HeadwiseError("--head goes with the picture candidates, which needs it")
         return self
 
-    @property
-    def name(self) -> str:
-        """Name of the picture that is drawn."""
-        return self.picture or ("patterns" if self.head is None else "candidates")
+    def name(self, artifact: Artifact) -> str:
+        """Name of the picture that is drawn of an artifact."""
+        if self.picture is not None:
+            return self.picture
+        if self.head is not None:
+            return "candidates"
+        if artifact.search is not None and artifact.search.frontier:
+            return "frontier"
+        return "patterns"
 
 
 def run(config: Config) -> int:
@@ -75,5 +90,5 @@ def draw(config: Config) -> list[Path]:
     for suffix in _SUFFIXES:
         check_writable(stem.with_name(stem.name + suffix))
     source = Source(artifact=artifact, arrays=arrays, head=config.head)
-    drawings = _PICTURES[config.name].draw(source)
+    drawings = _PICTURES[config.name(artifact)].draw(source)
     return [path for drawing in drawings for path in drawing.write(stem)]

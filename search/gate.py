@@ -1,14 +1,12 @@
-"""headwise gate: measure the losses of an artifact on prompts that its search did not see.
+"""headwise gate: prove the losses of an artifact on prompts that its search did not see.
 
-The worst task decides, or all answers together: KL to dense attention, perplexity on text, and on
-answers how much less likely the right one becomes and how many that dense attention gets right are
-lost.
+At 95% confidence at most --max-lost fewer correct answers and --max-perplexity more perplexity.
+4, 8 and 16 contexts of each task are measured, until both are proven or one is exceeded.
 
-    headwise gate cfg.yaml --model MODEL --max-kl 0.05 --max-lost 0.1
+    headwise gate cfg.yaml --model MODEL --max-lost 0.03
     headwise gate cfg.yaml --model FINE_TUNE --out new.yaml
 
-Where dense attention gets so few answers right that a loss of one in five would often not be seen,
-nothing is proven: the first line reports it, and the exit status is 3, as for a gate that fails.
+The exit status is 3 where a limit is exceeded, or nothing is proven.
 
 With --out an artifact that passes is written for the model that it was checked on: a fine-tune, or
 the model of an import, which does not say which it is for.
@@ -47,13 +45,14 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
-from profiling.quality.sequences import Reference, sequences
+from profiling.quality.sequences import Reference, TokenSequence, sequences
 from runtime.fingerprint import check
 from runtime.layers import make_plans
 from search.model.evidence import HELD_OUT, prompt_set, validated
 from search.model.limits import Limits
-from search.model.losses import advice, context_losses, format_row, summary, task_figures, verdict
-from search.model.prompts import announce_fewer, held_out_prompts
+from search.model.losses import ContextLoss, context_losses, format_row, task_figures
+from search.model.prompts import HeldOut
+from search.model.proof import ERROR, Kind, prove
 from search.model.transfer import check_shape, write_for
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class Config(CommandConfig):
     samples: Annotated[
         int,
         Arg(
-            "four times as many contexts of each task, twice as many windows of a text",
+            "factor of the 4, 8 and 16 contexts of each task and windows of each text",
             group=ADVANCED,
         ),
         Field(ge=1),
@@ -110,23 +109,22 @@ class GateResult:
 
     Attributes:
         tasks: figures of each, and of all answers together.
-        fault: the limit that it is beyond; None where there is none.
-        heads: where there is a fault, the ten whose error exceeds the searched one most, as
+        verdict: bounds of the losses, and their limits.
+        heads: where a limit is exceeded, the ten whose error exceeds the searched one most, as
             (layer, head, error, error that the search measured).
         left_out: sections that were measured on the former weights, of an artifact that was written
             for others.
     """
 
     tasks: tuple[TaskFigures, ...]
-    fault: str | None
     verdict: Verdict
     heads: tuple[tuple[int, int, float, float], ...]
     left_out: tuple[str, ...] = ()
 
     @property
     def passes(self) -> bool:
-        """True if the artifact is within the limits, on prompts that would have shown a loss."""
-        return self.fault is None and self.verdict.proven
+        """True if the artifact is proven to be within the limits."""
+        return self.verdict.proven
 
 
 def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
@@ -152,43 +150,45 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         check(artifact.model, loaded.model)
     else:
         check_shape(artifact, loaded)
-    tasks = config.tasks or GATE_TASKS
-    prompts = held_out_prompts(
-        tasks,
+    held_out = HeldOut(
+        config.tasks or GATE_TASKS,
         loaded,
         length=length,
         samples=config.samples,
         seed=config.seed,
         seen=Seen.by([arrays]),
-        # A set that no search uses: its own may have raised the budget.
-        number=GATE_SET,
+        # No search has as many batches: its own may have chosen the budget.
+        first=GATE_SET,
     )
-    announce_fewer(tasks, prompts, length=length, samples=config.samples, held_out=True)
-    reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
+    held_out.announce()
     plans = plans_of(artifact, length)
-    losses = []
-    with phase("held-out prompts", len(reference.sequences), "prompts") as shown:
-        for number in range(len(reference.sequences)):
-            losses.append(reference.losses(number, plans))
-            shown.update()
-    figures = task_figures(context_losses(reference.sequences, losses), length)
-    fault = config.limits.violation(figures)
-    if fault:
-        heads = _worst(loaded, artifact, arrays, prompts)
-    else:
-        heads = ()
-    result = GateResult(
-        tasks=figures,
-        fault=fault,
-        verdict=verdict(figures),
-        heads=heads,
-    )
+    used: list[Prompt] = []
+    measured: list[TokenSequence] = []
+
+    def measure(kind: Kind, contexts: int) -> Sequence[ContextLoss]:
+        prompts = held_out.take(kind, contexts)
+        reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
+        losses = []
+        with phase(f"held-out {kind}s", len(reference.sequences), "prompts") as shown:
+            for number in range(len(reference.sequences)):
+                losses.append(reference.losses(number, plans))
+                shown.update()
+        used.extend(prompts)
+        measured.extend(reference.sequences)
+        return context_losses(reference.sequences, losses)
+
+    proof = prove(measure, config.limits, error=ERROR)
+    tasks = task_figures(proof.losses, length)
+    heads: tuple[tuple[int, int, float, float], ...] = ()
+    if proof.fault is not None:
+        heads = _worst(loaded, artifact, arrays, used)
+    result = GateResult(tasks=tasks, verdict=proof.verdict, heads=heads)
     if config.out is None or not result.passes:
         return result
     evidence = Evidence(
         verdict=result.verdict,
-        reported_on=prompt_set(HELD_OUT, reference.sequences),
-        tasks=validated(figures),
+        reported_on=prompt_set(HELD_OUT, measured),
+        tasks=validated(tasks),
     )
     left_out = write_for(loaded, config.config, config.out, artifact, arrays, evidence)
     return replace(result, left_out=left_out)
@@ -240,7 +240,7 @@ def _worst(
 
 
 def run(config: Config) -> int:
-    """Run the gate: 0 where the artifact passes, 3 where it fails or too few were asked."""
+    """Run the gate: 0 where the artifact is proven, else 3."""
     result = measure(config)
     deliver(report(config, result), record(result), config.as_json)
     if result.passes:
@@ -250,12 +250,10 @@ def run(config: Config) -> int:
 
 def report(config: Config, result: GateResult) -> str:
     """The verdict, then a line for each task, then the file that was written."""
-    if result.fault is not None:
-        headline = f"fails: {result.fault}"
-    elif result.passes:
-        headline = f"passes: {summary(result.tasks)}"
+    if result.passes:
+        headline = f"proven: {result.verdict.losses}"
     else:
-        headline = f"not proven: {result.verdict.why}; {advice(result.tasks, config.samples)}"
+        headline = f"not proven: {result.verdict.why}"
     lines = [headline, *(f"  {format_row(task)}" for task in result.tasks)]
     for layer, head, error, before in result.heads:
         lines.append(f"  head {layer}.{head}: error {error:.3f}, its search measured {before:.3f}")
@@ -263,10 +261,8 @@ def report(config: Config, result: GateResult) -> str:
         return "\n".join(lines)
     if result.passes:
         lines.append(f"wrote {config.out}, for {config.model}")
-    elif result.fault is None:
-        lines.append("nothing was written, since it is not proven")
     else:
-        lines.append(f"nothing was written: search again, headwise search --model {config.model}")
+        lines.append(f"nothing was written; headwise search --model {config.model} searches anew")
     if result.left_out:
         sections = ", ".join(result.left_out)
         lines.append(f"left out, for they were measured on other weights: {sections}")
@@ -277,7 +273,6 @@ def record(result: GateResult) -> dict[str, Any]:
     """The same as JSON."""
     return {
         "passes": result.passes,
-        "fault": result.fault,
         "verdict": result.verdict.model_dump(),
         "tasks": [task.model_dump() for task in result.tasks],
         "heads": result.heads,

@@ -1,8 +1,8 @@
 """headwise search: find a sparse pattern for every attention head and write the artifact.
 
-One budget, in seconds of this machine, is spent over all heads; held-out prompts check the result.
-Exit status 3: the gate fails (no file), the artifact is too slow to serve (no file without
---keep), or it is not reliably faster (the file is written).
+The fastest that is proven, at 95% confidence, to lose at most --max-lost of the correct answers.
+Exit status 3: no budget is proven (no file), the artifact is too slow to serve (no file without
+--keep), it is not reliably faster, or a --budget is not proven (the file is written).
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """
@@ -20,10 +20,10 @@ from search.paper_config import PaperSearch
 
 
 def run(config: Config) -> int:
-    """Search: 0, or 3 where the artifact is too slow to serve or not reliably faster.
+    """Search: 0, or 3 where the artifact is too slow, not reliably faster, or not proven.
 
     Raises:
-        HeadwiseError: a mistake of the user, or no allocation passes the gate.
+        HeadwiseError: a mistake of the user, or no budget is proven.
     """
     if config.preset is not None:
         _run_paper(config)
@@ -35,7 +35,8 @@ def run(config: Config) -> int:
     if record is None:
         return 0
     print(report(config, record))
-    if record.is_reliably_faster or config.keep:
+    is_useful = record.is_reliably_faster and record.accepted.proof.verdict.proven
+    if is_useful or config.keep:
         return 0
     return FOUND
 

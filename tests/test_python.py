@@ -231,8 +231,8 @@ def test_python_page_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch
         "4096": "512",
         "bfloat16": "float32",
         "* 600": "* 20",
-        "budget=0.25": 'budget=0.8, cost="flops", tasks="prose", keep=True, max_kl=9, max_lost=1',
-        "max_kl=0.05": 'max_kl=9, tasks="prose"',
+        "max_lost=0.03": 'budget=0.8, cost="flops", tasks="prose", keep=True',
+        "max_lost=0.05": 'max_perplexity=9.0, tasks="prose"',
         "quick=True": 'tasks="passkey", samples=1, speed=False, methods=["headwise"]',
     }
     for block in BLOCKS:

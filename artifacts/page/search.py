@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from artifacts.errors import number, plural
 from artifacts.page.layout import aligned
 from artifacts.schema.artifact import Artifact
-from artifacts.schema.front import Front, Point
+from artifacts.schema.evidence import percent
 from artifacts.schema.search import SearchInfo
 from artifacts.store.front_rows import served_point
 
@@ -72,16 +72,6 @@ def lengths(artifact: Artifact) -> Iterator[Row]:
         yield "", f"sizes grow in proportion on prompts of more than {prefill.length:,} tokens"
 
 
-def _answers(point: Point, section: Front) -> str:
-    """Right answers lost, less those won, of all that dense attention gets right."""
-    if point.lost is None:
-        return "-"
-    if point.won is None:
-        return f"{point.lost:,} of {section.dense_right:,}, without those won"
-    net = point.lost - point.won
-    return f"{net:,} of {section.dense_right:,} ({point.lost:,} lost, {point.won:,} won)"
-
-
 def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     """Points of the front, the cheapest first, with a mark at the served point."""
     section = artifact.prefill.front
@@ -89,7 +79,7 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         return []
     unit = {"seconds": " s", "flops": " FLOPs"}[section.unit]
     served = served_point(artifact, arrays)
-    rows = [["", "attention", "speedup", "kl", "recall", "density", "answers lost"]]
+    rows = [["", "attention", "speedup", "kl", "recall", "density", "at most lost"]]
     for i, point in enumerate(section.points):
         figures = [
             f"{point.speedup:.2f}x",
@@ -97,16 +87,19 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
             f"{point.recall:.4f}",
             f"{point.density:.4f}",
         ]
+        if point.lost is None:
+            lost = "-"
+        else:
+            lost = percent(point.lost)
         if i == served:
             mark = "*"
         else:
             mark = ""
-        answers = _answers(point, section)
-        rows.append([mark, f"{number(point.cost)}{unit}", *figures, answers])
+        rows.append([mark, f"{number(point.cost)}{unit}", *figures, lost])
     return [
         f"front at {section.length:,} tokens (*: served by default)",
         *aligned(rows, indent=2),
         f"  attention: predicted; dense attention takes {number(section.dense_cost)}{unit}",
-        "  kl (nats a token), recall and answers: on "
-        f"{section.measured_on.replace('_', '-')} prompts",
+        f"  kl (nats a token) and recall: on {section.measured_on.replace('_', '-')} prompts",
+        "  at most lost: correct answers, the upper bound of *, and predicted from it",
     ]

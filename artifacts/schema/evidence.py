@@ -15,11 +15,19 @@ from artifacts.schema.fields import (
     Positive,
     Record,
     Sha256,
+    Share,
     Text,
     together,
 )
 
 MAX_TASKS = 512
+# Fields with an interval, and its ends.
+_INTERVALS = {
+    "nll_rise": ("nll_rise_low", "nll_rise_high"),
+    "fewer": ("fewer_low", "fewer_high"),
+    "loss": ("loss_low", "loss_high"),
+    "perplexity_ratio": ("perplexity_low", "perplexity_high"),
+}
 
 
 class PromptSet(Record):
@@ -66,9 +74,23 @@ class TaskFigures(Record):
         description="lower end of the 95% interval over contexts of (lost - won) / dense_right",
     )
     fewer_high: float | None = Field(default=None, description="upper end")
+    loss: float | None = Field(
+        default=None,
+        description=(
+            "fraction of dense attention's correct answers that is lost, near ties counted in part"
+        ),
+    )
+    loss_low: float | None = Field(
+        default=None, description="lower end of its 95% interval over the contexts"
+    )
+    loss_high: float | None = Field(default=None, description="upper end")
     perplexity_ratio: Positive | None = Field(
         default=None, description="perplexity over that of dense attention"
     )
+    perplexity_low: Positive | None = Field(
+        default=None, description="lower end of its 95% interval over the windows of text"
+    )
+    perplexity_high: Positive | None = Field(default=None, description="upper end")
 
     @property
     def num_answers(self) -> int:
@@ -99,23 +121,23 @@ class TaskFigures(Record):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        check_lost(self.lost, self.dense_right)
         answers = self.num_answers
+        if self.lost is not None and self.lost > (self.dense_right or 0):
+            right = self.dense_right or 0
+            raise ValueError(f"lost is {self.lost}, but dense attention answers {right} right")
         if self.dense_right is not None and self.dense_right > answers:
             raise ValueError(f"dense_right is {self.dense_right}, there are {answers} answers")
         if self.won is not None and self.won > answers - (self.dense_right or 0):
             wrong = answers - (self.dense_right or 0)
             raise ValueError(f"won is {self.won}, dense attention answers {wrong} wrong")
-        low = self.nll_rise_low
-        rise = self.nll_rise
-        high = self.nll_rise_high
-        together(self, "nll_rise_low", "nll_rise_high")
-        together(self, "fewer_low", "fewer_high")
-        if low is not None and high is not None and (rise is None or not low <= rise <= high):
-            raise ValueError(
-                f"nll_rise must lie from nll_rise_low to nll_rise_high, got {rise} for {low} to "
-                f"{high}"
-            )
+        for name, ends in _INTERVALS.items():
+            together(self, *ends)
+            value = getattr(self, name)
+            low, high = (getattr(self, end) for end in ends)
+            if low is not None and (value is None or not low <= value <= high):
+                raise ValueError(
+                    f"{name} must lie from {ends[0]} to {ends[1]}, got {value} for {low} to {high}"
+                )
         return self
 
 
@@ -144,12 +166,52 @@ class Measurement(Record):
 
 
 class Verdict(Record):
-    """Power of the gate that passed: enough answers to see a loss of one in five, or not."""
+    """Result of the gate: upper bounds of the losses at 95% confidence, and their limits."""
 
-    proven: bool = Field(
-        description="false: so few that a loss of one in five would often not be seen"
+    proven: bool = Field(description="true: each bound is at most its limit")
+    why: Text | None = Field(default=None, description="why not, where it is not; else null")
+    contexts: Natural = Field(default=0, description="contexts with answers behind `lost`")
+    lost: float | None = Field(
+        default=None,
+        description=(
+            "measured fraction of dense attention's correct answers that is lost, near ties "
+            "counted in part; null: no answers were asked for"
+        ),
     )
-    why: Text = Field(description="what it rests on")
+    lost_high: float | None = Field(
+        default=None, description="its upper bound; null: one context has none"
+    )
+    max_lost: Share | None = Field(default=None, description="its limit; null: none")
+    windows: Natural = Field(default=0, description="windows of text behind `perplexity`")
+    perplexity: float | None = Field(
+        default=None, description="measured relative rise of the perplexity; null: no text"
+    )
+    perplexity_high: float | None = Field(
+        default=None, description="its upper bound; null: one window has none"
+    )
+    max_perplexity: Positive | None = Field(default=None, description="its limit; null: none")
+
+    @property
+    def losses(self) -> str:
+        """Describe the bounds: the answers first, then the text."""
+        parts = []
+        if self.lost is not None:
+            parts.append(_bounded(self.lost, self.lost_high, "fewer correct answers"))
+        if self.perplexity is not None:
+            parts.append(_bounded(self.perplexity, self.perplexity_high, "more perplexity"))
+        return "; ".join(parts) or "no loss was measured"
+
+
+def _bounded(value: float, high: float | None, of: str) -> str:
+    """Describe a measured loss with its upper bound."""
+    if high is None:
+        return f"{percent(value)} {of} measured, no bound"
+    return f"at most {percent(high)} {of} (95% confidence; measured {percent(value)})"
+
+
+def percent(value: float) -> str:
+    """Describe a fraction in percent with one decimal, without a negative zero."""
+    return f"{round(100 * value, 1) + 0:.1f}%"
 
 
 class Evidence(Record):
@@ -190,10 +252,8 @@ class Evidence(Record):
         if tokens is not None:
             up_to = f" up to {tokens:,} tokens"
         if self.verdict.proven:
-            return f"proven{up_to}: {self.verdict.why}"
-        if tokens is not None:
-            up_to = f"; measured{up_to}"
-        return f"not proven: {self.verdict.why}, too few to see a loss of one in five{up_to}"
+            return f"proven{up_to}: {self.verdict.losses}"
+        return f"not proven{up_to}: {self.verdict.why or 'no reason given'}; {self.verdict.losses}"
 
     def beyond(self, tokens: int) -> str | None:
         """Return a warning for a prompt longer than the longest measured one, else None."""
@@ -217,9 +277,3 @@ class Evidence(Record):
 
     def __bool__(self) -> bool:
         return bool(self.tasks or self.measurements)
-
-
-def check_lost(lost: int | None, dense_right: int | None) -> None:
-    """Raise ValueError if lost answers are not a subset of dense attention's right answers."""
-    if lost is not None and (dense_right is None or lost > dense_right):
-        raise ValueError(f"lost is {lost}, but dense attention answers {dense_right or 0} right")

@@ -9,12 +9,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from artifacts.errors import HeadwiseError, shorten
-from artifacts.schema.evidence import check_lost
 from artifacts.schema.fields import AtLeast0, Count, Items, Natural, Positive, Record, Share
 
 MAX_POINTS = 32
 # Requests for a point of a front.
-POINT = "speedup=X, kl=X or recall=X with a number X from 0 on"
+POINT = "lost=X, speedup=X, kl=X or recall=X with a number X from 0 on"
 
 
 class Point(Record):
@@ -34,15 +33,13 @@ class Point(Record):
     dense_tail: Natural | None = Field(
         default=None, description="that goes with its rows; null: that of `prefill`"
     )
-    lost: Natural | None = Field(
+    lost: float | None = Field(
         default=None,
         description=(
-            "of the answers that dense attention gets right (`dense_right`), those that are lost"
+            "upper bound of the fraction of dense attention's correct answers that is lost: of the "
+            "point that the gate accepted its bound at 95% confidence, of the others that bound "
+            "times the predicted ratio of the losses; null: no answers were asked for"
         ),
-    )
-    won: Natural | None = Field(
-        default=None,
-        description="answers that dense attention gets wrong and the patterns right",
     )
 
 
@@ -59,14 +56,8 @@ class Front(Record):
             "timed: all layers, one prompt"
         )
     )
-    dense_right: Natural | None = Field(
-        default=None,
-        description=(
-            "prompts that dense attention answers right; null where answers were not asked for"
-        ),
-    )
     measured_on: Literal["calibration", "held_out"] = Field(
-        description="the prompts of `kl`, `recall`, `lost` and `won`"
+        description="the prompts of `kl` and `recall`"
     )
     points: Annotated[Items[Point], Field(min_length=1, max_length=MAX_POINTS)] = Field(
         description="ascending in cost and descending in kl: none is beaten in both; at most 32"
@@ -90,9 +81,6 @@ class Front(Record):
                     f"points[{i}].speedup is {point.speedup:g}, dense_cost over cost is "
                     f"{expected:g}"
                 )
-            check_lost(point.lost, self.dense_right)
-            if point.won is not None and point.lost is None:
-                raise ValueError(f"points[{i}].won is {point.won}, but lost is null")
         return self
 
     def choose(self, point: str) -> int:
@@ -110,6 +98,8 @@ class Front(Record):
             case "speedup":
                 # The most expensive point that is fast enough is the nearest to dense.
                 met = [i for i, each in reversed(points) if each.speedup >= limit]
+            case "lost":
+                met = [i for i, each in points if each.lost is not None and each.lost <= limit]
             case "kl":
                 met = [i for i, each in points if each.kl <= limit]
             case _:
@@ -121,10 +111,14 @@ class Front(Record):
     def offers(self) -> str:
         """Return the ranges of the points in one line."""
         recalls = [point.recall for point in self.points]
+        losses = [point.lost for point in self.points if point.lost is not None]
+        lost = ""
+        if losses:
+            lost = f"lost from {min(losses):.3g} to {max(losses):.3g}, "
         first = self.points[0]
         last = self.points[-1]
         return (
-            f"its points have speedups of attention from {last.speedup:.3g} to "
+            f"its points have {lost}speedups of attention from {last.speedup:.3g} to "
             f"{first.speedup:.3g}, kl from {last.kl:.3g} to {first.kl:.3g} nats a token and recall "
             f"from {min(recalls):.3g} to {max(recalls):.3g}, at {self.length:,} tokens"
         )
@@ -134,16 +128,17 @@ def read_point(point: str) -> tuple[str, float] | None:
     """Parse a request for a point of a front; None if it is not a POINT.
 
     Args:
-        point: one of these forms. "speedup=1.5" selects the smallest kl among points with attention
-            at least 1.5 times as fast as dense. "kl=0.01" selects the fastest point within 0.01
-            nats a token of dense. "recall=0.95" selects the fastest point with at least 0.95 of the
-            attention mass.
+        point: one of these forms. "lost=0.02" selects the fastest point whose bound of lost answers
+            is at most 2% of dense attention's correct ones. "speedup=1.5" selects the smallest kl
+            among points with attention at least 1.5 times as fast as dense. "kl=0.01" selects the
+            fastest point within 0.01 nats a token of dense. "recall=0.95" selects the fastest point
+            with at least 0.95 of the attention mass.
     """
     name, _, number = str(point).partition("=")
     try:
         limit = float(number)
     except ValueError:
         return None
-    if name not in ("speedup", "kl", "recall") or not limit >= 0:
+    if name not in ("lost", "speedup", "kl", "recall") or not limit >= 0:
         return None
     return name, limit

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from artifacts.schema.fields import (
     AtLeast0,
@@ -20,6 +20,7 @@ from artifacts.schema.fields import (
 from artifacts.schema.patterns import KindName
 
 MAX_WINDOWS = 1 << 20
+MAX_FRONTIER = 32
 CostUnit = Literal["seconds", "flops"]
 
 
@@ -68,6 +69,29 @@ class SearchCost(Record):
     device: Text = Field(description="whose seconds; with `flops` where the search ran")
 
 
+class FrontierPoint(Record):
+    """A budget with the loss and the time that the search predicts for it, or has measured."""
+
+    spent: Positive = Field(description="cost, as a fraction of dense attention's")
+    seconds: Positive | None = Field(
+        default=None, description="to the first token; null where FLOPs were counted"
+    )
+    lost: float | None = Field(
+        default=None, description="fraction of dense attention's correct answers that is lost"
+    )
+    lost_high: float | None = Field(
+        default=None, description="upper bound at 95% confidence; null: `lost` is predicted"
+    )
+    perplexity: float | None = Field(default=None, description="relative rise of the perplexity")
+    measured: bool = Field(description="whether the losses are measured, on held-out prompts")
+
+    @model_validator(mode="after")
+    def _predicted(self) -> Self:
+        if not self.measured and self.lost_high is not None:
+            raise ValueError("lost_high goes with measured: true")
+        return self
+
+
 class SearchInfo(Record):
     """Record of the search, enough to repeat it."""
 
@@ -85,17 +109,18 @@ class SearchInfo(Record):
             "heads together"
         ),
     )
-    budget: Text = Field(
+    budget: Text | None = Field(
+        default=None,
         description=(
             "as asked for: `a_shape:SINK,WINDOW`, or a fraction of dense attention's cost by the "
-            "same kernels"
-        )
+            "same kernels; null: the least whose losses are proven to be within the limits"
+        ),
     )
     spent: Positive = Field(
-        description=(
-            "what the patterns cost, as a fraction of dense attention's cost; more than `budget` "
-            "where the gate raised it"
-        )
+        description="what the patterns cost, as a fraction of dense attention's cost"
+    )
+    frontier: Annotated[Items[FrontierPoint], Field(max_length=MAX_FRONTIER)] = Field(
+        default=(), description="budgets with their times and losses, the cheapest first"
     )
     cost: SearchCost | None = Field(
         default=None,
@@ -122,4 +147,7 @@ class SearchInfo(Record):
         unit: CostUnit = "flops"
         if self.cost is not None:
             unit = self.cost.unit
-        return f"budget asked {self.budget}{suffix}, spent {share_of_dense(self.spent, unit)}"
+        spent = f"spent {share_of_dense(self.spent, unit)}"
+        if self.budget is None:
+            return f"budget {spent}, set by the limits"
+        return f"budget asked {self.budget}{suffix}, {spent}"

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _PHASE = re.compile(r"^(.+): (\d+) of \d+ (\w+) in ([\d:]+)$")
 # Losses of random weights mean nothing; an artifact that gains nothing is written and served, too.
 _OPTIONS = {
-    **dict.fromkeys(("max_kl", "max_perplexity", "max_nll", "max_lost")),
+    "budget": 0.35,
+    "max_lost": 1.0,
+    "max_perplexity": 1e9,
     "keep": True,
     "dense_below": 64,
     "picture": False,

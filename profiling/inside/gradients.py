@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 NAME = "headwise_gradients"
 # Logits that are held at once.
 _LOGITS = 1 << 24
+# Logits turned to fp32 at once, where only margins are computed.
+_MARGIN_ROWS = 128
 # Tokens by which the logits that a model computes are compared with those that are put together
 # here.
 _TRIED = 16
@@ -70,12 +72,14 @@ class DensePass:
         nll: (S - 1,) fp32 -log p of each token but the first.
         likeliest: (S - 1,) the likeliest in its place. Where some tokens are marked as an answer's,
             both are of these and of those after the positions that are kept.
+        margin: (S - 1,) fp32 logit of each token, less the highest of the others; of marked tokens.
         log_probs: (P, V) fp16 at the positions that were asked for.
         gradients: whether layers were visited on the way back; if not, `fault` is the reason.
     """
 
     nll: Tensor
     likeliest: Tensor
+    margin: Tensor
     log_probs: Tensor
     gradients: bool
     fault: str | None = None
@@ -151,16 +155,12 @@ def gradient_pass(
                 keep,
                 f"{name} makes its logits in a way of its own, or has no gradients",
             )
-        by_states, nll, likeliest, log_probs = _losses(
-            states.detach(), input_ids, answers, head, keep
-        )
+        by_states, predicted = _losses(states.detach(), input_ids, answers, head, keep)
         if not bool(by_states.isfinite().all()):
             fault = "the loss is not finite"
-            return DensePass(
-                nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=False, fault=fault
-            )
+            return replace(predicted, gradients=False, fault=fault)
         torch.autograd.grad(states, entered[0], by_states)
-    return DensePass(nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=True)
+    return predicted
 
 
 def _why_none(model: PreTrainedModel) -> str | None:
@@ -232,13 +232,14 @@ def _losses(
     answers: Tensor,
     head: Callable[[Tensor], Tensor],
     keep: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the loss' gradient by the last hidden states (1, S, M), nll, likeliest, log_probs."""
+) -> tuple[Tensor, DensePass]:
+    """Compute the loss' gradient by the last hidden states (1, S, M), and the predictions."""
     gradient = torch.zeros_like(states)
     length = states.shape[1] - 1
     width = head(states[:, :1]).shape[-1]
     nll = torch.full((length,), torch.nan, device=states.device, dtype=torch.float32)
     likeliest = torch.zeros(length, dtype=torch.long, device=states.device)
+    margin = torch.zeros_like(nll)
     log_probs = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
     # If some tokens are answers, predictions of the other tokens are not needed, and logits are
     # the main cost here.
@@ -264,6 +265,7 @@ def _losses(
         nll[rows] = lost.detach()
         likeliest[rows] = logits.detach().argmax(-1)
         if len(before):
+            margin[rows] = margins(logits.detach(), targets)
             # log(p / (1 - p)) from log p, stable at both ends.
             rest = logits.scatter(1, targets[:, None], float("-inf")).logsumexp(-1)
             odds = logits.gather(1, targets[:, None])[:, 0] - rest
@@ -272,7 +274,19 @@ def _losses(
             loss = lost.sum()
         if loss.requires_grad and len(rows):
             gradient[:, positions] = torch.autograd.grad(loss, part)[0]
-    return gradient, nll, likeliest, log_probs
+    return gradient, DensePass(
+        nll=nll, likeliest=likeliest, margin=margin, log_probs=log_probs, gradients=True
+    )
+
+
+def margins(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute the logits of targets (N), less the highest others, from (N, V): (N) fp32."""
+    parts = []
+    for rows, expected in zip(logits.split(_MARGIN_ROWS), targets.split(_MARGIN_ROWS), strict=True):
+        scores = rows.float()
+        others = scores.scatter(1, expected[:, None], float("-inf")).max(-1).values
+        parts.append(scores.gather(1, expected[:, None])[:, 0] - others)
+    return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -282,10 +296,13 @@ def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str
     targets = input_ids[0, 1:].to(logits.device)
     parts = list(zip(logits[:-1].split(512), targets.split(512), strict=True))
     nll = torch.cat([cross_entropy(a.float(), b, reduction="none") for a, b in parts])
-    likeliest = logits[:-1].argmax(-1)
-    log_probs = logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half()
     return DensePass(
-        nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=False, fault=fault
+        nll=nll,
+        likeliest=logits[:-1].argmax(-1),
+        margin=torch.cat([margins(a, b) for a, b in parts]),
+        log_probs=logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half(),
+        gradients=False,
+        fault=fault,
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Origin = Literal["artifact", "model", "profile"]
 # In the order in which pictures are drawn.
-_NAMES = ("similarity", "attention", "patterns", "candidates")
+_NAMES = ("similarity", "attention", "frontier", "patterns", "candidates")
 _MODULES = tuple(f"profiling.pictures.{name}" for name in _NAMES)
 
 

@@ -32,8 +32,9 @@ Units = Sequence[Sequence[int]]
 _ALIKE = 64
 # Seeds of searches that differ by little must not meet.
 SEED = 1_000_003
-# The number of the set of held-out prompts that `headwise gate` takes; no search takes it.
-GATE_SET = 4
+# The number of the first batch of held-out prompts that `headwise gate` takes; no search has as
+# many.
+GATE_SET = 1000
 # Multiples of SEED from one set of held-out prompts to the next.
 _STRIDE = 40
 # Prompts whose texts share more than this fraction are not independent of each other.

@@ -26,6 +26,7 @@ from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.finite import not_finite
 from profiling.inside.capture import LayerInputs, Visit, attending
+from profiling.inside.gradients import margins
 from profiling.prompts.held_out import units
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
@@ -35,9 +36,14 @@ from runtime.devices import execution_device
 
 # Positions of a sequence that are compared; their dense log-probabilities are held in fp16.
 _MOST = 256
+# Tokens of a text whose losses are compared: their log-probabilities alone are held. 256 of them
+# would add as much to the spread of a perplexity as windows differ by.
+_TEXT = 2048
 _HELD = 1 << 25
 # Log-probabilities turned to fp32 at once.
 _ROWS = 128
+# Logits by which near ties are smoothed: below it a token wins by chance.
+_NEAR = 0.5
 # The kind of answers of later turns, where there are others.
 _LATER = "later"
 # Least log-probability: half precision cannot represent that of a token that a model forbids.
@@ -77,8 +83,12 @@ class TokenSequence:
     @property
     def digest(self) -> str:
         """sha256 of the ids and answers, in hexadecimal."""
-        content = [list(self.ids), self.context, [list(span) for span in self.answers]]
-        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+        return _digest([list(self.ids), self.context, [list(span) for span in self.answers]])
+
+
+def _digest(content: Any) -> str:
+    """sha256 of plain data as JSON, in hexadecimal."""
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
 
 def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
@@ -88,7 +98,8 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
     """
     after = Encoder(tokenizer)("\n")[:2]
     joined = []
-    unit_of = {at: str(unit[0]) for unit in units(prompts) for at in unit}
+    # By content: sequences that are made later may be compared with these.
+    unit_of = {at: _digest(prompts[unit[0]].context) for unit in units(prompts) for at in unit}
     for numbers in by_context(prompts):
         first = prompts[numbers[0]]
         ids = list(first.context)
@@ -122,10 +133,12 @@ class Losses:
 
     Attributes:
         kl: (P,) KL(dense || other) in nats at positions spread over the context.
-        nll, dense_nll: (P,) -log p of the tokens that follow them.
+        nll, dense_nll: (T,) -log p of the scored tokens: of the answers, or of a text up to 2,048
+            that are spread over it.
         answer_tokens: (A,) tokens of each answer.
         answer_nll, answer_dense_nll: (A,) -log p of each answer.
         right, dense_right: (A,) True if every token of an answer was the likeliest.
+        clear, dense_clear: (A,) how clearly, from 0 to 1: `right` smoothed over near ties.
     """
 
     kl: np.ndarray
@@ -136,10 +149,20 @@ class Losses:
     answer_dense_nll: np.ndarray
     right: np.ndarray
     dense_right: np.ndarray
+    clear: np.ndarray
+    dense_clear: np.ndarray
 
     def of(self, answers: np.ndarray) -> Losses:
         """Keep of the answers only these, (A,) bool."""
-        own = ("answer_tokens", "answer_nll", "answer_dense_nll", "right", "dense_right")
+        own = (
+            "answer_tokens",
+            "answer_nll",
+            "answer_dense_nll",
+            "right",
+            "dense_right",
+            "clear",
+            "dense_clear",
+        )
         return replace(self, **{name: getattr(self, name)[answers] for name in own})
 
 
@@ -152,13 +175,15 @@ class _Predicted(NamedTuple):
 
     Attributes:
         log_probs: (P, V) at its positions.
-        nll: of all tokens of its answers, one after the other.
-        likeliest: tokens at the positions, and in place of the answers' tokens.
+        nll: of all scored tokens, one after the other.
+        likeliest: tokens at the positions, and in place of the scored tokens.
+        margin: logit of each scored token, less the highest of the others.
     """
 
     log_probs: Tensor
     nll: Tensor
     likeliest: Tensor
+    margin: Tensor
 
 
 class Reference:
@@ -186,7 +211,9 @@ class Reference:
             execution_device(self._model)
         )
 
-    def know(self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor) -> None:
+    def know(
+        self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor, margin: Tensor
+    ) -> None:
         """Take dense attention's predictions from a pass that was made anyway.
 
         Args:
@@ -194,10 +221,13 @@ class Reference:
             log_probs: (P, V) at `positions(number)`.
             nll: (S - 1,) -log p of each token but the first.
             likeliest: (S - 1,) the likeliest token in place of each token but the first.
+            margin: (S - 1,) the token's logit, less the highest of the others.
         """
-        before = self._before_answers(number)
+        before = self._before_scored(number)
         positions = torch.cat([self.positions(number), before])
-        self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[positions])
+        self._dense[number] = _Predicted(
+            log_probs.half(), nll[before], likeliest[positions], margin[before]
+        )
 
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare with dense attention.
@@ -210,20 +240,21 @@ class Reference:
         dense = self._dense_predicted(number)
         other = self._predicted(number, self._attending(plans, sequence))
         ids = torch.tensor(sequence.ids, device=positions.device, dtype=torch.long)
-        targets = ids[positions + 1][:, None]
-        answers = ids[self._before_answers(number) + 1]
+        answers = ids[self._before_scored(number) + 1]
         sizes = [stop - start for start, stop in sequence.answers]
         right = other.likeliest[len(positions) :] == answers
         dense_right = dense.likeliest[len(positions) :] == answers
         losses = Losses(
             kl=_divergence(dense, other).cpu().numpy(),
-            nll=-other.log_probs.gather(1, targets)[:, 0].cpu().numpy(),
-            dense_nll=-dense.log_probs.gather(1, targets)[:, 0].float().cpu().numpy(),
+            nll=other.nll.cpu().numpy(),
+            dense_nll=dense.nll.cpu().numpy(),
             answer_tokens=np.array(sizes, dtype=np.int64),
             answer_nll=np.array([float(each.sum()) for each in _split(other.nll, sizes)]),
             answer_dense_nll=np.array([float(each.sum()) for each in _split(dense.nll, sizes)]),
             right=np.array([bool(each.all()) for each in _split(right, sizes)], dtype=bool),
             dense_right=np.array([bool(e.all()) for e in _split(dense_right, sizes)], dtype=bool),
+            clear=_clear(other.margin, sizes),
+            dense_clear=_clear(dense.margin, sizes),
         )
         self._check(number, {}, losses.dense_nll, losses.answer_dense_nll)
         self._check(number, plans, losses.kl, losses.nll, losses.answer_nll)
@@ -263,11 +294,14 @@ class Reference:
     def _attending(self, plans: Plans, sequence: TokenSequence) -> AbstractContextManager[object]:
         return attending(self._model, planned(plans, sequence.context, backend=self._backend))
 
-    def _before_answers(self, number: int) -> Tensor:
-        """The positions before the tokens of a sequence's answers."""
-        spans = self.sequences[number].answers
-        positions = [at for start, stop in spans for at in range(start - 1, stop - 1)]
-        return torch.tensor(positions, dtype=torch.long, device=execution_device(self._model))
+    def _before_scored(self, number: int) -> Tensor:
+        """The positions before the tokens of a sequence's answers, or before those of a text."""
+        sequence = self.sequences[number]
+        device = execution_device(self._model)
+        if sequence.is_text:
+            return spread_positions(sequence.context, _TEXT).to(device)
+        positions = [at for start, stop in sequence.answers for at in range(start - 1, stop - 1)]
+        return torch.tensor(positions, dtype=torch.long, device=device)
 
     @torch.inference_mode()
     def _predicted(self, number: int, applied: AbstractContextManager[object]) -> _Predicted:
@@ -275,13 +309,25 @@ class Reference:
             self.sequences[number].ids, device=execution_device(self._model), dtype=torch.long
         )
         spread = self.positions(number)
-        before = self._before_answers(number)
+        before = self._before_scored(number)
         positions = torch.cat([spread, before])
         with applied:
             output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=positions)
-        logits, of_answers = output.logits[0].split([len(spread), len(before)])
-        nll = token_losses(of_answers, ids[before + 1]).clamp_max_(-LEAST)
-        return _Predicted(log_probabilities(logits), nll, output.logits[0].argmax(-1))
+        logits, of_scored = output.logits[0].split([len(spread), len(before)])
+        targets = ids[before + 1]
+        nll = token_losses(of_scored, targets).clamp_max_(-LEAST)
+        if self.sequences[number].is_text:
+            # Only answers are right or wrong.
+            margin = torch.zeros_like(nll)
+        else:
+            margin = margins(of_scored, targets)
+        return _Predicted(log_probabilities(logits), nll, output.logits[0].argmax(-1), margin)
+
+
+def _clear(margin: Tensor, sizes: list[int]) -> np.ndarray:
+    """Smooth the correctness of answers: the product of Phi(margin / _NEAR) over their tokens."""
+    clear = torch.special.ndtr(margin.double() / _NEAR)
+    return np.array([float(each.prod()) for each in _split(clear, sizes)], dtype=np.float64)
 
 
 def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:

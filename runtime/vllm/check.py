@@ -178,8 +178,8 @@ class Config(CommandConfig):
     point: Annotated[
         str | None,
         Arg(
-            "point of the artifact's front: speedup=X (at least), kl=X (at most), recall=X "
-            "(at least)",
+            "point of the artifact's front: lost=X or kl=X (at most), speedup=X or recall=X (at "
+            "least)",
             metavar="NAME=X",
         ),
         AfterValidator(_point),

@@ -1,173 +1,195 @@
-"""The gate: an allocation is accepted when no task loses too much on held-out prompts.
+"""The gate: budgets are tried until the losses of one are proven to be within the limits.
 
-Where a task loses too much, the budget is raised and another set of prompts decides.
+Each budget gets held-out contexts of its own, so what chose a budget never judges it. The
+allowed error is divided over the budgets (search.model.proof.ROUNDS).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from artifacts import Finding, HeadwiseError
+from artifacts import Finding
 from profiling.progress import announce
-from profiling.prompts.prompt import Prompt
-from profiling.quality.sequences import Reference, TokenSequence
+from profiling.quality.sequences import Reference
 from search.model.allocation import Allocation, CostCurves
 from search.model.limits import Limits
-from search.model.losses import ContextLoss, task_figures
-from search.model.run import SearchRun
+from search.model.losses import ContextLoss
+from search.model.prompts import HeldOut
+from search.model.proof import ERROR, ROUNDS, Kind, Proof, prove
+from search.model.run import Round, SearchRun
 
+# Predicted loss to aim at, relative to the limit, so that it can be proven.
+AIM = 0.4
+# After a budget that was not proven the predicted loss is at most this part of the measured one.
+_AT_MOST = 0.5
+# A raise is at least by this factor: where nothing is left to spend there is none.
+_LEAST_RAISE = 1.01
+# Measured losses below this part of their limits ask for a cheaper budget. Its predicted losses are
+# at most this factor larger, and it has to save this fraction of dense attention's cost.
+_FAR_BELOW = 0.2
+_LARGER = 2.0
+_WORTHWHILE = 0.02
 # Budgets of the frontier's other points, relative to the accepted one.
 _FRONT = (0.5, 2.0)
-# Budgets that the gate tries at most; each has its own set of held-out prompts, as far as texts
-# reach.
-ROUNDS = 7
-# Loss to aim at with a raised budget, relative to the limit, and the smallest raise.
-_AIM = 0.9
-_STEP = 1.05
-# Contexts of each task on which the frontier is measured.
-_CONTEXTS = 1
 
 
-def gate(run: SearchRun, limits: Limits, held_out: Iterator[list[Prompt]]) -> None:
-    """Raise the budget until held-out losses are within the limits; add the frontier's points.
+def gate(run: SearchRun, limits: Limits, held_out: HeldOut, *, fixed: bool) -> None:
+    """Raise the budget until its losses are proven to be within the limits; add other points.
 
-    One set of held-out prompts after the other says whether the budget has to be raised, the curves
-    say how far. A set that raised the budget reports only where there is no other, and is not
-    called held-out then. The run gets the accepted allocation, its losses, and the points.
+    The run gets the accepted allocation, its proof, all rounds, and the points of the frontier.
 
     Args:
-        run: the search, with the best allocation of its budget.
-        limits: the most that a task may lose.
-        held_out: sets of prompts, each unlike those before.
+        run: the search, with the allocation of its first budget.
+        limits: the most that may be lost.
+        held_out: held-out prompts.
+        fixed: True accepts the first budget whatever it loses.
 
     Raises:
-        Finding: nothing passes.
+        Finding: no budget is proven.
         HeadwiseError: a loss is not finite.
     """
+    first = _try(run, run.allocation, limits, held_out, ERROR * (1 if fixed else ROUNDS[0]))
+    accepted = first
+    if not fixed:
+        if first.proof.verdict.proven:
+            accepted = _cheaper(run, first, limits, held_out)
+        else:
+            accepted = _raised(run, first, limits, held_out)
+    run.allocation = accepted.allocation
+    run.accepted = accepted
+    run.points = _front(run, accepted)
+    for allocation, losses in run.points:
+        run.add_trial(allocation, losses, f"first contexts of {accepted.name}")
+
+
+def _try(
+    run: SearchRun, allocation: Allocation, limits: Limits, held_out: HeldOut, error: float
+) -> Round:
+    """Test one allocation on new held-out contexts."""
+    name = f"round {len(run.rounds) + 1}"
+    references: list[Reference] = []
+
+    def measure(kind: Kind, contexts: int) -> Sequence[ContextLoss]:
+        prompts = held_out.take(kind, contexts)
+        if not prompts:
+            return ()
+        reference = run.reference(prompts)
+        references.append(reference)
+        (losses,) = run.measure(reference, [allocation], name=f"{name}, {kind}s")
+        return losses
+
+    proof = prove(measure, limits, error=error)
+    result = Round(name=name, allocation=allocation, proof=proof, references=tuple(references))
+    run.rounds.append(result)
+    run.add_trial(allocation, proof.losses, name)
+    return result
+
+
+def _raised(run: SearchRun, last: Round, limits: Limits, held_out: HeldOut) -> Round:
+    """Raise the budget until one is proven.
+
+    Raises:
+        Finding: none is.
+    """
     heads = run.heads
-    budget = run.budget
-    chosen_on: list[TokenSequence] = []
-    for number, (name, reference) in enumerate(_references(run, held_out), start=1):
-        losses, sequences, fault = _judge(run, limits, reference, name)
-        run.add_trial(run.allocation, losses, name)
-        if fault is None:
+    for spending in ROUNDS[1:]:
+        allocation = cheapest(heads, last.allocation, _factors(last.proof))
+        if allocation.cost < last.allocation.cost * _LEAST_RAISE:
             break
-        ratio = limits.worst_ratio(task_figures(losses))
-        if not np.isfinite(ratio):
-            raise HeadwiseError(f"the gate: {fault}: no budget mends a loss that is not finite")
-        if number == ROUNDS or budget >= heads.total(1.0):
-            raise Finding(
-                f"the gate: {fault}, with {heads.describe(run.allocation.cost)} spent; "
-                "ask for a larger --budget or allow more"
-            )
-        run.gate_fault = run.gate_fault or fault
-        chosen_on += [each for each in sequences if each not in chosen_on]
-        before = budget
-        budget = _raised(heads, run.allocation, budget, ratio)
-        run.allocation = heads.reallocate(run.allocation, budget)
         if run.ranks.is_first:
             announce(
-                f"{name} fails: {fault}; budget raised from {heads.share(before):.3f} to "
-                f"{heads.describe(budget)}"
+                f"{last.name} proves nothing: {last.proof.verdict.why}; budget raised from "
+                f"{heads.share(last.allocation.cost):.3f} to {heads.describe(allocation.cost)}"
             )
-    run.losses = losses
-    run.chosen_on = chosen_on
-    run.reported_on = reference.sequences
-    run.points = _front(run, reference, budget)
-    for allocation, losses in run.points:
-        run.add_trial(allocation, losses, f"first contexts of {name}")
+        last = _try(run, allocation, limits, held_out, ERROR * spending)
+        if last.proof.verdict.proven:
+            return last
+    raise Finding(
+        f"not proven: {last.proof.verdict.why}, with {heads.describe(last.allocation.cost)} "
+        "spent; take more --samples, allow more loss, or take --budget, which writes an artifact "
+        "whatever it loses"
+    )
 
 
-def _references(
-    run: SearchRun, held_out: Iterator[list[Prompt]]
-) -> Iterator[tuple[str, Reference]]:
-    """Yield the names and references of all sets, and then the last one for ever."""
-    for number, prompts in enumerate(held_out, start=1):
-        last = f"held-out set {number}", run.reference(prompts)
-        yield last
-    while True:
-        yield last
+def _factors(proof: Proof) -> dict[Kind, float]:
+    """How far the predicted loss of each kind has to fall after a proof failed.
 
-
-def _judge(
-    run: SearchRun, limits: Limits, reference: Reference, name: str
-) -> tuple[Sequence[ContextLoss], Sequence[TokenSequence], str | None]:
-    """Measure the allocation task by task, the one of fewest sequences first, until one fails.
-
-    Args:
-        run: the search.
-        limits: the most that a task may lose.
-        reference: the held-out set.
-        name: of the set, for the progress.
-
-    Returns:
-        Its losses, the sequences that they were measured on, and the fault, None where it passes.
+    Where the losses are within their limits by chance alone they fall by half.
     """
-    numbers: dict[str, list[int]] = {}
-    for number, sequence in enumerate(reference.sequences):
-        numbers.setdefault(sequence.task, []).append(number)
-    losses: dict[str, Sequence[ContextLoss]] = {}
-    fault = None
-    for task in sorted(numbers, key=lambda task: len(numbers[task])):
-        (losses[task],) = run.measure(
-            reference, [run.allocation], numbers[task], name=f"{name}, {task}"
+    factors = {}
+    for kind, ratio in proof.ratios.items():
+        factors[kind] = min(1.0, AIM / max(ratio, 1e-9))
+    if min(factors.values()) > _AT_MOST:
+        factors = {kind: min(factor, _AT_MOST) for kind, factor in factors.items()}
+    return factors
+
+
+def _cheaper(run: SearchRun, first: Round, limits: Limits, held_out: HeldOut) -> Round:
+    """Try one cheaper allocation where all measured losses are far below their limits."""
+    verdict = first.proof.verdict
+    ratios = first.proof.ratios
+    if not ratios or max(ratios.values()) > _FAR_BELOW:
+        return first
+    factors = {kind: min(AIM / max(ratio, 1e-9), _LARGER) for kind, ratio in ratios.items()}
+    heads = run.heads
+    allocation = cheapest(heads, first.allocation, factors)
+    saved = heads.share(first.allocation.cost) - heads.share(allocation.cost)
+    if saved < _WORTHWHILE:
+        return first
+    if run.ranks.is_first:
+        announce(
+            f"{first.name} is proven with much to spare ({verdict.losses}); a cheaper budget is "
+            f"tried: {heads.describe(allocation.cost)}"
         )
-        fault = limits.violation(task_figures(list(chain.from_iterable(losses.values()))))
-        if fault is not None:
-            break
-    in_order = [loss for task in numbers for loss in losses.get(task, ())]
-    sequences = [each for each in reference.sequences if each.task in losses]
-    return in_order, sequences, fault
+    second = _try(run, allocation, limits, held_out, ERROR)
+    if second.proof.verdict.proven:
+        return second
+    if run.ranks.is_first:
+        announce(f"{second.name} proves nothing: {second.proof.verdict.why}; {first.name} holds")
+    return first
 
 
-def _raised(heads: CostCurves, allocation: Allocation, budget: float, ratio: float) -> float:
-    """The budget at which the predicted loss is _AIM of the limits.
+def cheapest(
+    heads: CostCurves, allocation: Allocation, factors: Mapping[Kind, float]
+) -> Allocation:
+    """The cheapest allocation whose predicted loss of each kind is a factor of another's.
 
-    Losses are taken to be proportional to those that the curves predict, kinds of prompts alike
+    Losses are taken to be proportional to those that the curves predict
     (docs/internals.md has the measurements).
 
     Args:
         heads: curves and costs.
-        allocation: to spend more on.
-        budget: that it spends.
-        ratio: its worst loss in multiples of its limit.
+        allocation: the other one, whose weights and dense tail are kept.
+        factors: by kind; other kinds of curves take the strictest.
     """
-
-    def predicted(budget: float) -> float:
-        losses = heads.predicted_by_kind(heads.reallocate(allocation, budget)).values()
-        return float(np.mean(np.log([max(loss, 1e-30) for loss in losses])))
-
-    wanted = predicted(budget) - max(0.0, float(np.log(ratio / _AIM)))
-    low = min(budget * _STEP, heads.total(1.0))
-    high = heads.total(1.0)
-    while high > low * 1.01:
-        middle = (low * high) ** 0.5
-        if predicted(middle) <= wanted:
-            high = middle
-        else:
-            low = middle
-    return high
+    strictest = min(factors.values())
+    by_kind = {str(kind): factor for kind, factor in factors.items()}
+    targets = {
+        kind: by_kind.get(kind, strictest) * loss
+        for kind, loss in heads.predicted_by_kind(allocation).items()
+    }
+    return heads.cheapest(targets, allocation.tail, prompt_weights=allocation.prompt_weights)
 
 
-def _front(
-    run: SearchRun, reference: Reference, budget: float
-) -> list[tuple[Allocation, Sequence[ContextLoss]]]:
-    """Measure the frontier's points on the first contexts of each task, the accepted one first."""
-    accepted = run.allocation
-    points = {accepted.digest: accepted}
+def _front(run: SearchRun, accepted: Round) -> list[tuple[Allocation, Sequence[ContextLoss]]]:
+    """Measure the points on one context of each task, the accepted one first."""
+    points = {accepted.allocation.digest: accepted.allocation}
+    budget = accepted.allocation.cost
     for factor in _FRONT:
-        if budget * factor > run.heads.least(accepted.tail):
-            other = run.heads.reallocate(accepted, budget * factor)
+        if run.heads.least(accepted.allocation.tail) < budget * factor:
+            other = run.heads.reallocate(accepted.allocation, budget * factor)
             points.setdefault(other.digest, other)
-    numbers = []
-    counts: dict[str, int] = {}
-    for number, sequence in enumerate(reference.sequences):
-        counts[sequence.task] = counts.get(sequence.task, 0) + 1
-        if counts[sequence.task] <= _CONTEXTS:
-            numbers.append(number)
     allocations = list(points.values())
-    losses = run.measure(reference, allocations, numbers, name="points of the front")
+    losses: list[list[ContextLoss]] = [[] for _ in allocations]
+    seen: set[str] = set()
+    for reference in accepted.references:
+        numbers = []
+        for number, sequence in enumerate(reference.sequences):
+            if sequence.task not in seen:
+                numbers.append(number)
+                seen.add(sequence.task)
+        if numbers:
+            measured = run.measure(reference, allocations, numbers, name="points of the front")
+            for own, each in zip(losses, measured, strict=True):
+                own += each
     return list(zip(allocations, losses, strict=True))

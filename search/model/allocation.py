@@ -21,7 +21,7 @@ from search.model.hulls import spend
 from search.model.rows import Rows, pick, rows_of
 
 # Smallest total relative to the cost of the cheapest candidates, so that there is a choice.
-_MARGIN = 1.01
+MARGIN = 1.01
 # The weight of a kind of prompts is at most this, and at least its inverse.
 LARGEST_WEIGHT = 8.0
 
@@ -120,12 +120,57 @@ class CostCurves:
 
     def predicted_by_kind(self, allocation: Allocation) -> dict[str, float]:
         """The same by kind of prompt, nats a token."""
-        losses = self.curves[allocation.tail].losses()
-        return {kind: float(np.nansum(allocation.pick(values))) for kind, values in losses.items()}
+        return self.losses_of(allocation.candidates, allocation.tail)
+
+    def losses_of(self, candidates: np.ndarray, tail: int) -> dict[str, float]:
+        """Predicted losses by kind of prompt of (L, H) candidates, nats a token."""
+        losses = self.curves[tail].losses()
+        return {kind: float(np.nansum(pick(values, candidates))) for kind, values in losses.items()}
 
     def reallocate(self, allocation: Allocation, total: float) -> Allocation:
         """Spend another total with an allocation's weights and dense tail."""
         return self.allocate(total, allocation.tail, prompt_weights=allocation.prompt_weights)
+
+    def cheapest(
+        self,
+        targets: Mapping[str, float],
+        tail: int,
+        *,
+        prompt_weights: Mapping[str, float] | None = None,
+    ) -> Allocation:
+        """The cheapest allocation whose predicted losses are within targets, to 1% of its cost.
+
+        Args:
+            targets: by kind of prompt, nats a token.
+            tail: the dense tail.
+            prompt_weights: as for `allocate`.
+
+        Returns:
+            The allocation; of the whole cost of dense attention where nothing else is within them.
+        """
+
+        def allocate(total: float) -> Allocation:
+            return self.allocate(total, tail, prompt_weights=prompt_weights)
+
+        def is_within(allocation: Allocation) -> bool:
+            losses = self.predicted_by_kind(allocation)
+            return all(losses[kind] <= target for kind, target in targets.items())
+
+        low = self.least(tail) * MARGIN
+        high = max(self.total(1.0), low)
+        best = allocate(high)
+        cheapest = allocate(low)
+        if is_within(cheapest):
+            return cheapest
+        while high > low * 1.01:
+            middle = (low * high) ** 0.5
+            allocation = allocate(middle)
+            if is_within(allocation):
+                high = middle
+                best = allocation
+            else:
+                low = middle
+        return best
 
     def allocate(
         self,
@@ -164,30 +209,22 @@ class CostCurves:
         )
 
 
-def spendable(
-    heads: CostCurves, share: float, *, is_explicit: bool, length: int
-) -> tuple[float, str | None]:
-    """The total that may be spent, and the reason if it exceeds the budget.
+def spendable(heads: CostCurves, share: float, *, length: int) -> float:
+    """The total of a budget that was asked for.
 
     Args:
         heads: curves and costs.
         share: the budget, as a fraction of dense attention's cost.
-        is_explicit: True if the user set the budget. One below the cheapest candidates is then
-            refused; else it is raised.
         length: of the prompts, for the message.
 
     Raises:
-        HeadwiseError: a budget that was asked for is less than the cheapest candidates.
+        HeadwiseError: it is less than the cheapest candidates.
     """
     total = heads.total(share)
     cheapest = min(heads.least(tail) for tail in heads.curves)
-    if total > cheapest * _MARGIN:
-        return total, None
-    reason = f"the cheapest candidates cost {heads.describe(cheapest)}"
-    if is_explicit:
-        raise HeadwiseError(
-            f"--budget {share:g} is impossible at {length} tokens: {reason}; ask for a good deal "
-            "more, or a longer --length"
-        )
-    total = max(_MARGIN * cheapest, cheapest + share * (heads.total(1.0) - cheapest))
-    return total, f"{reason}; the budget is this cost plus {share:g} of the rest"
+    if total > cheapest * MARGIN:
+        return total
+    raise HeadwiseError(
+        f"--budget {share:g} is impossible at {length} tokens: the cheapest candidates cost "
+        f"{heads.describe(cheapest)}; ask for a good deal more, or a longer --length"
+    )

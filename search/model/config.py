@@ -29,7 +29,6 @@ from search.model.limits import Limits
 from search.paper_config import PAPER_BUDGET, PAPER_LENGTH
 from search.study import STORAGE_HELP
 
-DEFAULT_BUDGET = 0.25
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask
 # elsewhere than at the end of a prompt, so they see no gain in a tail, and users' prompts end
 # with a question more often than not: without a tail SmolLM2 lost 5 of 6 pass keys at 4,096 tokens,
@@ -50,7 +49,8 @@ class ModelSearch(CommandConfig):
 
     Attributes:
         budget: cost of all heads' attention, as a fraction of dense attention's by the same
-            kernels; None: a quarter, or more where not even the cheapest candidates keep to that.
+            kernels, which is spent whatever is lost; None: the least that is proven to be within
+            the limits.
         length: tokens of a prompt.
         samples: prompts of each task.
         dense_tail: None lets the search choose among TAILS.
@@ -78,7 +78,8 @@ class ModelSearch(CommandConfig):
     budget: Annotated[
         float | str | None,
         Arg(
-            f"fraction of dense attention's cost to spend (default {DEFAULT_BUDGET}, or the least)"
+            "fraction of dense attention's cost to spend, whatever is lost (default: the least "
+            "that is proven to be within the limits)"
         ),
         BeforeValidator(_number),
     ] = None
@@ -156,7 +157,7 @@ class ModelSearch(CommandConfig):
                 f"--budget {self.budget!r} must be a fraction of dense attention's cost such as "
                 "0.25; a_shape:SINK,WINDOW goes with --preset paper"
             )
-        if not 0 < self.share <= 1:
+        if self.share is not None and not 0 < self.share <= 1:
             raise HeadwiseError(
                 f"--budget must be above 0 and at most 1 (dense attention), got {self.share:g}"
             )
@@ -170,10 +171,10 @@ class ModelSearch(CommandConfig):
         return self.tasks
 
     @property
-    def share(self) -> float:
-        """The budget that was asked for, or the default."""
+    def share(self) -> float | None:
+        """The budget that was asked for; None where the limits choose it."""
         if self.budget is None:
-            return DEFAULT_BUDGET
+            return None
         return float(self.budget)
 
     @property

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -14,27 +15,28 @@ from profiling.environment import environment
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, MODEL
 from profiling.speed.layer_times import ANCHOR, MOVED, SDPA
-from search.model.losses import verdict
 from search.model.run import CHOSEN, SearchRun
 from search.model.speed import clock_drift, longest_sdpa
 
 # Names of sets of prompts.
 HELD_OUT = "held-out"
-CHOSE = "by which the budget was raised"
+CHOSE = "by which the budget was chosen"
 
 
 def evidence(run: SearchRun, *, command: str) -> Evidence:
     """The evidence of the accepted allocation; without timings that of tasks alone."""
     chosen_on = None
-    if run.chosen_on:
-        chosen_on = prompt_set(CHOSE, run.chosen_on)
+    others = [each for each in run.rounds if each is not run.accepted]
+    if others:
+        sequences = list(chain.from_iterable(each.sequences for each in others))
+        chosen_on = prompt_set(CHOSE, sequences)
     measurements: tuple[Measurement, ...] = ()
     if run.attention:
         measurements = tuple(_measurements(run, command))
     return Evidence(
-        verdict=verdict(run.tasks),
+        verdict=run.accepted.proof.verdict,
         chosen_on=chosen_on,
-        reported_on=prompt_set(HELD_OUT if run.held_out else CHOSE, run.reported_on),
+        reported_on=prompt_set(HELD_OUT, run.accepted.sequences),
         tasks=validated(run.tasks),
         measurements=measurements,
     )

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import ceil, exp
+from math import exp
 from typing import Any
 
 import numpy as np
 
-from artifacts import TaskFigures, Verdict
-from artifacts.errors import plural
-from profiling.evaluation.intervals import share_of
+from artifacts import TaskFigures
+from profiling.evaluation.intervals import Interval, share_of, student
 from profiling.quality.sequences import Losses, TokenSequence
 
-# With fewer answers that dense attention gets right, in four contexts, a loss of one in five is
-# often not seen.
-ENOUGH = 72
-# Contexts that an interval of lost answers takes. Answers of one context are alike, and say nothing
-# of other contexts.
+# Contexts that an interval takes. Answers of one context are alike, and say nothing of other
+# contexts.
 CONTEXTS = 4
 # The name of all answers of all tasks together.
 POOL = "all answers"
+_SUMS = ("rise", "tokens", "answers", "dense_right", "lost", "won", "clear", "fall")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +38,8 @@ class ContextLoss:
         dense_right: answers that dense attention gets right.
         lost: those of them that the patterns get wrong.
         won: answers that only the patterns get right.
+        clear: answers that dense attention gets right, near ties in part.
+        fall: by how much the patterns lower this sum.
     """
 
     task: str
@@ -53,6 +52,8 @@ class ContextLoss:
     dense_right: int = 0
     lost: int = 0
     won: int = 0
+    clear: float = 0.0
+    fall: float = 0.0
     unit: str = ""
 
     @classmethod
@@ -73,6 +74,8 @@ class ContextLoss:
             dense_right=int(losses.dense_right.sum()),
             lost=int((losses.dense_right & ~losses.right).sum()),
             won=int((~losses.dense_right & losses.right).sum()),
+            clear=float(losses.dense_clear.sum()),
+            fall=float((losses.dense_clear - losses.clear).sum()),
         )
 
 
@@ -111,7 +114,7 @@ def task_figures(
     figures = [_figures(task, each, length) for task, each in tasks.items()]
     with_answers = [each for each in tasks.values() if any(context.answers for context in each)]
     if len(with_answers) > 1:
-        figures.append(_figures(POOL, _joined(chain.from_iterable(with_answers)), length))
+        figures.append(_figures(POOL, pooled(chain.from_iterable(with_answers)), length))
     return tuple(figures)
 
 
@@ -123,22 +126,52 @@ def _by_task(contexts: Iterable[ContextLoss]) -> dict[str, list[ContextLoss]]:
     return tasks
 
 
-def _joined(contexts: Iterable[ContextLoss]) -> list[ContextLoss]:
+def pooled(contexts: Iterable[ContextLoss]) -> list[ContextLoss]:
     """Join the answers of each unit of an interval, of whatever kinds: of a sequence, or several.
 
     One task's answers may be too few for a loss to show.
     """
+    joined = []
+    for parts in _by_unit(context for context in contexts if context.answers):
+        sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
+        joined.append(replace(parts[0], **sums))
+    return joined
+
+
+def _by_unit(contexts: Iterable[ContextLoss]) -> list[list[ContextLoss]]:
+    """Contexts of the same or of shared text together: they say nothing of other texts."""
     units: dict[str, list[ContextLoss]] = {}
     for context in contexts:
         units.setdefault(context.unit or context.digest, []).append(context)
-    joined = []
-    for parts in units.values():
-        sums = {
-            name: sum(getattr(part, name) for part in parts)
-            for name in ("rise", "tokens", "answers", "dense_right", "lost", "won")
-        }
-        joined.append(replace(parts[0], **sums))
-    return joined
+    return list(units.values())
+
+
+def lost_fraction(contexts: Sequence[ContextLoss], confidence: float) -> Interval:
+    """The fraction of dense attention's correct answers that is lost, with its interval.
+
+    At a near tie an answer turns from right to wrong by chance, so it counts in part: each token by
+    Phi(m / 0.5), where m is its logit less the highest of the others. Counts of right answers say
+    the same on average, with an interval twice as wide (docs/internals.md).
+
+    Args:
+        contexts: with answers, one of each sequence.
+        confidence: of the interval over contexts, two-sided.
+    """
+    return share_of(
+        [context.fall for context in contexts],
+        [context.clear for context in contexts],
+        confidence=confidence,
+    )
+
+
+def perplexity_rise(contexts: Sequence[ContextLoss], confidence: float) -> Interval:
+    """The relative rise of the perplexity of text, with its interval over windows."""
+    texts = [context for context in contexts if context.text is not None]
+    rises = [float(np.mean([part.text for part in parts])) for parts in _by_unit(texts)]
+    interval = student(rises, confidence=confidence)
+    return Interval(
+        exp(interval.value) - 1, exp(interval.low) - 1, exp(interval.high) - 1, interval.count
+    )
 
 
 def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> TaskFigures:
@@ -155,6 +188,9 @@ def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> 
     text = [context.text for context in contexts if context.text is not None]
     if text:
         figures["perplexity_ratio"] = exp(float(np.mean(text)))
+        if len(text) >= CONTEXTS and np.isfinite(text).all():
+            rise = perplexity_rise(contexts, 0.95)
+            figures |= {"perplexity_low": 1 + rise.low, "perplexity_high": 1 + rise.high}
     answered = [context for context in contexts if context.answers]
     if not answered:
         return TaskFigures.model_construct(**figures)
@@ -163,9 +199,12 @@ def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> 
     rises = [context.rise for context in answered]
     tokens = [context.tokens for context in answered]
     figures["nll_rise"] = sum(rises) / sum(tokens)
-    if len(answered) < CONTEXTS:
+    clear = sum(context.clear for context in answered)
+    figures["loss"] = sum(context.fall for context in answered) / max(1.0, clear)
+    if len(answered) < CONTEXTS or not np.isfinite([*rises, figures["loss"]]).all():
         return TaskFigures.model_construct(**figures)
     rise = share_of(rises, tokens)
+    loss = lost_fraction(answered, 0.95)
     fewer = share_of(
         [float(context.lost - context.won) for context in answered],
         [float(context.dense_right) for context in answered],
@@ -176,6 +215,8 @@ def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> 
         nll_rise_high=rise.high,
         fewer_low=fewer.low,
         fewer_high=fewer.high,
+        loss_low=loss.low,
+        loss_high=loss.high,
     )
 
 
@@ -203,82 +244,22 @@ def format_row(task: TaskFigures) -> str:
     text = f"{task.task:<26} KL {task.kl:.4f}"
     if task.perplexity_ratio is not None:
         text += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
+        if task.perplexity_low is not None and task.perplexity_high is not None:
+            text += f" ({task.perplexity_low - 1:+.2%} to {task.perplexity_high - 1:+.2%})"
     if not task.answers:
         return text
     dense = task.dense_right or 0
     text += (
         f"  correct of {task.answers}: dense {dense}, artifact {dense - task.net_lost} "
-        f"({task.lost} lost, {task.won} won)"
+        f"({task.lost} lost, {task.won} won), {0 - task.fewer:+.1%}"
     )
-    interval = _interval(task)
-    if interval is not None:
-        text += f", {0 - task.fewer:+.0%} ({interval})"
-    if task.nll_rise is not None:
-        text += f", -log p {task.nll_rise:+.3f}"
-    if task.nll_rise_low is None:
-        return f"{text}  (not tested: answers take {CONTEXTS} contexts, got {task.prompts})"
-    text += f" ({task.nll_rise_low:+.3f} to {task.nll_rise_high:+.3f})"
-    if _too_few(task):
-        text += "  (too few to see a loss of one in five)"
+    if task.fewer_low is not None and task.fewer_high is not None:
+        text += f" ({0 - task.fewer_high:+.1%} to {0 - task.fewer_low:+.1%})"
+    if task.loss is not None:
+        text += f", ties smoothed {-task.loss:+.1%}"
+    if task.loss_low is not None and task.loss_high is not None:
+        text += f" ({-task.loss_high:+.1%} to {-task.loss_low:+.1%})"
     return text
-
-
-def verdict(tasks: Sequence[TaskFigures]) -> Verdict:
-    """Proven if a loss of one in five answers would show in a task, or in all answers together."""
-    answered = [task for task in tasks if task.answers]
-    if not answered:
-        return Verdict(proven=True, why="text alone, no answers were asked for")
-    largest = _most_right(answered)
-    right = plural(largest.dense_right or 0, "right answer")
-    why = f"{right} of {plural(largest.prompts, 'context')}"
-    return Verdict(proven=not all(map(_too_few, answered)), why=why)
-
-
-def advice(tasks: Sequence[TaskFigures], samples: int) -> str:
-    """Advice for more answers.
-
-    Args:
-        tasks: the figures of all tasks.
-        samples: the value of --samples.
-    """
-    largest = _most_right([task for task in tasks if task.answers])
-    if not largest.dense_right:
-        return (
-            "dense attention gets none right: take a --task that it can answer, or a shorter "
-            "--length"
-        )
-    if largest.prompts < CONTEXTS:
-        return f"answers take {CONTEXTS} contexts, which needs a longer file"
-    return (
-        f"--samples {samples * ceil(ENOUGH / largest.dense_right)} would see a loss of one in five"
-    )
-
-
-def summary(tasks: Sequence[TaskFigures]) -> str:
-    """The finding on tasks that passed the gate, in a few words."""
-    answered = [task for task in tasks if task.answers]
-    if not answered:
-        worst = max(task.perplexity_ratio or 1.0 for task in tasks)
-        return f"perplexity {worst - 1:+.2%}"
-    most = _most_right(answered)
-    return f"correct answers {0 - most.fewer:+.0%} ({_interval(most)})"
-
-
-def _most_right(answered: Sequence[TaskFigures]) -> TaskFigures:
-    return max(answered, key=lambda task: task.dense_right or 0)
-
-
-def _too_few(task: TaskFigures) -> bool:
-    """True if a loss of one in five would often not be seen."""
-    return task.nll_rise_low is None or (task.dense_right or 0) < ENOUGH
-
-
-def _interval(task: TaskFigures) -> str | None:
-    """The 95% interval of the change in right answers, as a fraction of dense attention's."""
-    if not task.dense_right or task.fewer_low is None or task.fewer_high is None:
-        return None
-    # 0 - x, so that no change is +0%.
-    return f"95% interval {0 - task.fewer_high:+.0%} to {0 - task.fewer_low:+.0%}"
 
 
 def mean_kl(contexts: Sequence[ContextLoss]) -> float:

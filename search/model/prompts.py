@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.schema.search import MAX_WINDOWS
 from profiling.models.loading import LoadedModel
 from profiling.progress import announce
-from profiling.prompts.held_out import GATE_SET, Seen, held_out
+from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.kind import LengthTooShort
 from profiling.prompts.prompt import (
     CALIBRATED_TASKS,
@@ -20,9 +21,8 @@ from profiling.prompts.prompt import (
     parse_task,
     per_context,
 )
-from search.model.acceptance import ROUNDS
 from search.model.config import ModelSearch
-from search.model.losses import CONTEXTS
+from search.model.proof import KINDS, LOOKS, Kind
 
 # The longest default length: beyond it a search takes long.
 _LONGEST = 8192
@@ -77,64 +77,127 @@ def whole_contexts(
     ]
 
 
-def held_out_prompts(
-    tasks: Iterable[str],
-    loaded: LoadedModel,
-    *,
-    length: int,
-    samples: int,
-    seed: int,
-    seen: Seen,
-    number: int,
-) -> list[Prompt]:
-    """Held-out prompts: four contexts of each task for each sample, two windows of a text.
+class HeldOut:
+    """Held-out prompts, batch by batch, each unlike those before and those of the search.
 
-    Contexts are the units of the intervals, so there are more of them than are calibrated on. Of a
-    file that is too short there are half as many, or one. Sets of other numbers differ.
-
-    Raises:
-        HeadwiseError: the length is too short for a task, or a text for the length.
+    Contexts and windows are the units of the intervals. Of a text that is too short a batch has
+    half as many windows, a quarter, or none.
     """
-    names = tuple(dict.fromkeys(tasks))
 
-    def make(tokens: int) -> list[Prompt]:
-        options: dict[str, Any] = {"length": tokens, "seed": seed, "seen": seen, "number": number}
-        prompts = []
-        for task in names:
-            times = _times(task)
-            if parse_task(task).has_text:
-                while times > 1 and not _has(task, loaded, samples=times * samples, **options):
-                    times //= 2
-            prompts += held_out((task,), loaded.tokenizer, samples=samples * times, **options)
+    def __init__(
+        self,
+        tasks: Iterable[str],
+        loaded: LoadedModel,
+        *,
+        length: int,
+        samples: int,
+        seed: int,
+        seen: Seen,
+        first: int = 0,
+    ) -> None:
+        """Prepare; the first batch of texts is made at once, to refuse one that is too short.
+
+        Args:
+            tasks: of the prompts.
+            loaded: the model.
+            length: of a prompt, in tokens.
+            samples: the factor of all counts.
+            seed: of the search.
+            seen: windows that the search has seen; those of the batches are added.
+            first: number of the first batch; batches of other numbers have other seeds.
+
+        Raises:
+            HeadwiseError: the length is too short for a task, or a text for the length.
+        """
+        self.tasks = tuple(dict.fromkeys(tasks))
+        self._loaded = loaded
+        self._options: dict[str, Any] = {"length": length, "seed": seed}
+        self._seen = seen
+        self._samples = samples
+        self._numbers = count(first)
+        self._first = {kind: self._make(kind, LOOKS[0], required=True) for kind in KINDS}
+
+    def announce(self) -> None:
+        """Announce each task whose text has fewer contexts than the first look takes."""
+        for task in self.tasks:
+            samples = LOOKS[0] * self._samples * per_context(task)
+            length = self._options["length"]
+            announce_fewer([task], self.first, length=length, samples=samples)
+
+    @property
+    def first(self) -> list[Prompt]:
+        """The first prompts of all kinds, before any was taken."""
+        return [prompt for prompts in self._first.values() for prompt in prompts]
+
+    def take(self, kind: Kind, contexts: int) -> list[Prompt]:
+        """Make prompts of the tasks of a kind; empty where there is none, or no more text.
+
+        Args:
+            kind: of the tasks.
+            contexts: number of contexts of each task, or of windows of each text.
+        """
+        prompts = self._first.pop(kind, None)
+        if prompts is None:
+            prompts = self._make(kind, contexts, required=False)
         return prompts
 
-    return _made(make, length, "held-out", by_default=names == GATE_TASKS)
+    def _make(self, kind: Kind, contexts: int, *, required: bool) -> list[Prompt]:
+        number = next(self._numbers)
 
+        def make(tokens: int) -> list[Prompt]:
+            options = {**self._options, "length": tokens, "number": number, "seen": self._seen}
+            prompts = []
+            for task in self.tasks:
+                if (parse_task(task).kind in ("text", "prose")) == (kind == "text"):
+                    samples = contexts * self._samples
+                    prompts += self._batch(task, samples, options, required=required)
+            return prompts
 
-def _times(task: str) -> int:
-    """Held-out contexts of a task for each sample, if its text is long enough."""
-    if parse_task(task).kind in ("text", "prose"):
-        return 2
-    return CONTEXTS
+        by_default = self.tasks == GATE_TASKS
+        prompts = _made(make, self._options["length"], "held-out", by_default=by_default)
+        windows = self._seen.windows(prompts)
+        if windows > MAX_WINDOWS:
+            if required:
+                raise HeadwiseError(
+                    f"the prompts are {windows:,} windows of 64 tokens, and an artifact lists at "
+                    f"most {MAX_WINDOWS:,} that its search has seen: take fewer --samples or a "
+                    "shorter --length"
+                )
+            return []
+        self._seen.add(*prompts)
+        return prompts
+
+    def _batch(
+        self, task: str, contexts: int, options: Mapping[str, Any], *, required: bool
+    ) -> list[Prompt]:
+        """The prompts of a task: as many contexts as asked for, or as its text has.
+
+        Raises:
+            HeadwiseError: there is none, and one is required.
+        """
+        tokenizer = self._loaded.tokenizer
+        fault: HeadwiseError | None = None
+        while contexts:
+            try:
+                return held_out((task,), tokenizer, samples=contexts, **options)
+            except LengthTooShort:
+                raise
+            except HeadwiseError as error:
+                if not parse_task(task).has_text:
+                    raise
+                fault = error
+            contexts //= 2
+        if required and fault is not None:
+            raise fault
+        return []
 
 
 def announce_fewer(
-    tasks: Iterable[str], prompts: Sequence[Prompt], *, length: int, samples: int, held_out: bool
+    tasks: Iterable[str], prompts: Sequence[Prompt], *, length: int, samples: int
 ) -> None:
-    """Announce each task whose text has fewer prompts than were asked for.
-
-    Args:
-        tasks: of the prompts.
-        prompts: to calibrate on, or held out.
-        length: of the prompts.
-        samples: see ModelSearch.
-        held_out: whether the prompts are held out.
-    """
+    """Announce each task whose text has fewer prompts than `samples`."""
     for task in dict.fromkeys(tasks):
-        wanted = samples
-        if held_out:
-            wanted *= _times(task)
-        for line in fewer_sentences([task], prompts, length=length, samples=wanted):
+        for line in fewer_sentences([task], prompts, length=length, samples=samples):
             announce(line)
 
 
@@ -164,52 +227,3 @@ def _fits(make: Callable[[int], list[Prompt]], length: int) -> bool:
     except LengthTooShort:
         return False
     return True
-
-
-def _has(task: str, loaded: LoadedModel, **options: Any) -> bool:
-    """True if the task's file is long enough for these held-out prompts."""
-    try:
-        held_out((task,), loaded.tokenizer, **options)
-    except HeadwiseError:
-        return False
-    return True
-
-
-def held_out_sets(
-    config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen
-) -> Iterator[list[Prompt]]:
-    """Yield held-out sets of prompts, each unlike those before, as far as texts reach.
-
-    A set that is taken is added to `seen`.
-
-    Raises:
-        HeadwiseError: a text has none at all, or an artifact cannot list all windows.
-    """
-    for number in range(ROUNDS + 1):
-        if number == GATE_SET:
-            continue
-        try:
-            prompts = held_out_prompts(
-                config.held_out_tasks,
-                loaded,
-                length=length,
-                samples=config.samples,
-                seed=config.seed,
-                seen=seen,
-                number=number,
-            )
-        except HeadwiseError:
-            if not number:
-                raise
-            return
-        windows = seen.windows(prompts)
-        if windows > MAX_WINDOWS:
-            if number:
-                return
-            raise HeadwiseError(
-                f"the prompts are {windows:,} windows of 64 tokens, and an artifact lists at most "
-                f"{MAX_WINDOWS:,} that its search has seen: take fewer --samples or a shorter "
-                "--length"
-            )
-        seen.add(*prompts)
-        yield prompts

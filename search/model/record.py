@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from profiling.speed.layer_times import ANCHOR
 from search.model.allocation import Allocation
 from search.model.config import ModelSearch
 from search.model.evidence import evidence
+from search.model.frontier import frontier, loss_ratios
 from search.model.losses import mean_kl
 from search.model.rows import as_artifact_pattern, score_arrays, winners
 from search.model.run import SearchRun
@@ -48,16 +49,11 @@ def build(config: ModelSearch, run: SearchRun) -> tuple[Artifact, dict[str, np.n
         patterns |= named
         point_rows.append(layers)
     arrays = front_arrays(patterns, point_rows)
-    measured_on: Literal["held_out", "calibration"] = "calibration"
-    if run.held_out:
-        measured_on = "held_out"
-    _, accepted = run.points[0]
     front = Front(
         length=run.length,
         unit=run.costs.unit,
         dense_cost=_dense_cost(run),
-        dense_right=sum(context.dense_right for context in accepted) or None,
-        measured_on=measured_on,
+        measured_on="held_out",
         points=tuple(point for point, _ in points),
     )
     prefill = Prefill(
@@ -79,9 +75,15 @@ def build(config: ModelSearch, run: SearchRun) -> tuple[Artifact, dict[str, np.n
 def write(
     config: ModelSearch, run: SearchRun, artifact: Artifact, arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Add the evidence, and write the artifact if it gains enough or `keep` is set."""
-    proof = evidence(run, command=config.command)
-    run.artifact = artifact.model_copy(update={"evidence": proof})
+    """Add evidence and frontier, and write the artifact if it gains enough or `keep` is set."""
+    search = artifact.search
+    assert search is not None, "it is a search's"
+    # Times to the first token are known by now.
+    changes = {
+        "evidence": evidence(run, command=config.command),
+        "search": search.model_copy(update={"frontier": frontier(run)}),
+    }
+    run.artifact = artifact.model_copy(update=changes)
     if run.is_worth_serving or config.keep:
         save_record(run, config.out, run.artifact, arrays, picture=config.picture)
 
@@ -165,11 +167,9 @@ def _front(run: SearchRun) -> list[tuple[FrontPoint, Allocation]]:
                 continue
         curves = run.heads.curves[allocation.tail]
         density = run.density(allocation.tail)
-        lost = None
-        won = None
-        if any(context.dense_right for context in losses):
-            lost = sum(context.lost for context in losses)
-            won = sum(context.won for context in losses)
+        lost = run.accepted.proof.verdict.lost_high
+        if lost is not None and allocation is not run.allocation:
+            lost *= loss_ratios(run, allocation.candidates)["answer"]
         point = FrontPoint(
             cost=allocation.cost,
             speedup=dense_cost / allocation.cost,
@@ -178,7 +178,6 @@ def _front(run: SearchRun) -> list[tuple[FrontPoint, Allocation]]:
             density=min(1.0, float(np.nanmean(allocation.pick(density)))),
             dense_tail=allocation.tail,
             lost=lost,
-            won=won,
         )
         points.append((point, allocation))
     return points
@@ -202,7 +201,7 @@ def _search_info(config: ModelSearch, run: SearchRun) -> SearchInfo:
         preset="scaled",
         seed=config.seed,
         allocation="model",
-        budget=f"{config.share:g}",
+        budget=None if config.budget is None else f"{config.budget:g}",
         spent=run.spent,
         cost=SearchCost(unit=run.costs.unit, device=run.costs.device or config.device),
         gradient_fault=run.gradient_fault,

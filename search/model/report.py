@@ -20,7 +20,8 @@ from profiling.speed.baselines import (
 )
 from profiling.speed.layer_times import ANCHOR, SDPA
 from search.model.config import ModelSearch
-from search.model.losses import advice, format_row, summary, verdict
+from search.model.frontier import table
+from search.model.losses import format_row
 from search.model.run import CHOSEN, SearchRun
 from search.model.speed import clock_drift, longest_sdpa
 from search.paper_config import PaperSearch
@@ -62,23 +63,22 @@ def report_paper(config: PaperSearch, run: SearchRun) -> str:
 
 
 def result(config: ModelSearch, run: SearchRun) -> list[str]:
-    """The result: its name, then a line each for the time to first token, attention, answers."""
+    """The result: its name, then a line each for the loss that is proven, and the speed."""
     if not run.is_worth_serving:
-        return [f"result: {_too_slow(run)}; {_advice(config, run)}", *_gain(run)]
-    if not run.attention:
-        lines = ["result: fewer FLOPs", *_gain(run)]
+        name = f"{_too_slow(run)}; {_advice(config, run)}"
+    elif not run.attention:
+        name = "fewer FLOPs"
     elif run.is_reliably_faster:
-        lines = ["result: faster", *_gain(run)]
+        name = "faster"
     else:
-        lines = [
-            "result: not reliably faster; on a quiet machine time it again: headwise evaluate "
-            f"{config.out} --model {config.model} --speed-only",
-            *_gain(run),
-        ]
-    proof = verdict(run.tasks)
-    if proof.proven:
-        return [*lines, f"  {summary(run.tasks)}"]
-    return [*lines, f"  not proven: {proof.why}; {advice(run.tasks, config.samples)}"]
+        name = (
+            "not reliably faster; on a quiet machine time it again: headwise evaluate "
+            f"{config.out} --model {config.model} --speed-only"
+        )
+    verdict = run.accepted.proof.verdict
+    if not verdict.proven:
+        name = f"not proven: {verdict.why}; {name}"
+    return [f"result: {name}", *_gain(run)]
 
 
 def _too_slow(run: SearchRun) -> str:
@@ -89,21 +89,26 @@ def _too_slow(run: SearchRun) -> str:
 
 
 def _gain(run: SearchRun) -> list[str]:
-    """The gain over the fastest dense attention: of the first token, then of attention alone."""
+    """The gain over the fastest dense attention with the loss, then of attention alone."""
+    losses = run.accepted.proof.verdict.losses
     if not run.attention:
         return [
             f"  FLOPs of attention at {run.length:,} tokens: {1 / run.gain:.2f} of dense "
-            f"attention's ({run.gain:.2f}x fewer), counted and not timed"
+            f"attention's ({run.gain:.2f}x fewer), counted and not timed; {losses}"
         ]
     lines = []
     if run.first_token is not None:
-        dense, ours = first_token_seconds(run.prefills)
-        lines.append(
-            f"  time to first token at {run.length:,} tokens: {_of(dense)} s by the fastest dense "
-            f"attention, {_of(ours)} s with the artifact, speedup {dense / ours:.2f}x "
-            f"({interval(run.first_token)})"
-        )
-    return [*lines, f"  attention alone at {run.length:,} tokens: speedup {run.gain:.2f}x"]
+        lines.append(f"  {first_token(run.prefills)}; {losses}")
+        lines.append(f"  speedup of {interval(run.first_token)} at {run.length:,} tokens")
+    else:
+        lines.append(f"  {losses}")
+    return [*lines, f"  attention alone: speedup {run.gain:.2f}x"]
+
+
+def first_token(prefills: Mapping[str, Sequence[float]]) -> str:
+    """The time to the first token, by the fastest dense baseline and by Headwise."""
+    dense, ours = first_token_seconds(prefills)
+    return f"first token {_of(dense)} s -> {_of(ours)} s, {dense / ours:.2f}x"
 
 
 def first_token_seconds(prefills: Mapping[str, Sequence[float]]) -> tuple[float, float]:
@@ -120,7 +125,7 @@ def interval(speedup: Speedup) -> str:
 def _advice(config: ModelSearch, run: SearchRun) -> str:
     """Advice for a gain: a smaller budget or a longer prompt."""
     positions = run.model.max_positions
-    if config.budget is not None and run.gate_fault is None:
+    if config.budget is not None:
         return "try a smaller --budget"
     if run.length < positions:
         return f"try --length {min(_LONGER * run.length, positions)}"
@@ -128,15 +133,10 @@ def _advice(config: ModelSearch, run: SearchRun) -> str:
 
 
 def _budget(run: SearchRun) -> list[str]:
-    """The budget asked for and spent, then each reason why it was raised."""
+    """The budget that was spent, and the frontier of other budgets."""
     search = run.artifact.search
     assert search is not None, "a search has just made it"
-    lines = [search.spending]
-    if run.budget_reason is not None:
-        lines.append(f"  raised because {run.budget_reason}")
-    if run.gate_fault is not None:
-        lines.append(f"  raised because the first allocation failed the gate: {run.gate_fault}")
-    return lines
+    return [search.spending, *table(search.frontier, search.spent)]
 
 
 def _patterns(artifact: Artifact) -> list[str]:
@@ -174,14 +174,8 @@ def _patterns(artifact: Artifact) -> list[str]:
 
 def _losses(run: SearchRun) -> list[str]:
     """Losses of each task of the held-out prompts against dense attention."""
-    if not run.held_out:
-        which = "prompts by which the budget was raised, none are left to hold out,"
-    elif run.chosen_on:
-        which = "held-out prompts (others raised the budget)"
-    else:
-        which = "held-out prompts"
     return [
-        f"{which} against dense attention:",
+        "held-out prompts against dense attention, with 95% intervals:",
         *(f"  {format_row(task)}" for task in run.tasks),
     ]
 

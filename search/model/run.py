@@ -30,12 +30,35 @@ from search.model.losses import (
     task_figures,
     task_names,
 )
+from search.model.proof import Proof
 from search.study import Study
 
 # The name of the accepted allocation among timings of attention.
 CHOSEN = "chosen"
 # Speed-up over the fastest dense baseline below which an artifact is not served.
 WORTH = 1.05
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Round:
+    """A budget that the gate has tested.
+
+    Attributes:
+        name: of the round.
+        allocation: of the budget.
+        proof: its losses and their bounds.
+        references: dense attention's predictions on its held-out contexts.
+    """
+
+    name: str
+    allocation: Allocation
+    proof: Proof
+    references: tuple[Reference, ...]
+
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """The held-out sequences that it was measured on."""
+        return tuple(chain.from_iterable(each.sequences for each in self.references))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,17 +77,12 @@ class SearchRun:
         gradient_fault: why gradients are missing; None where they are not.
         costs: costs of candidates.
         heads: curves and costs of all heads.
-        budget: the total to spend; the gate may raise it.
-        budget_reason: why it was more than was asked for before the gate; None where it was not.
         study: gets each measured allocation as a trial.
-        allocation: the best of the budget; after the gate the accepted one.
-        losses: of the accepted allocation, on `reported_on`.
-        points: allocations of the frontier with their losses on a part of `reported_on`, the
-            accepted one first.
-        gate_fault: the first loss beyond a limit, for which the budget was raised; None where it
-            was not.
-        chosen_on: held-out sequences that raised the budget.
-        reported_on: sequences of the set that passed.
+        allocation: the first that the gate tests; after the gate the accepted one.
+        rounds: budgets that the gate has tested, in order.
+        accepted: the round whose allocation is written.
+        points: allocations of the frontier with their losses on some of the accepted round's
+            contexts, the accepted one first.
         attention: seconds of attention alone, by tokens; empty where FLOPs were counted.
         prefills: seconds of interleaved whole prefills, by the name of the fastest dense baseline
             and HEADWISE; empty where none was timed.
@@ -91,15 +109,11 @@ class SearchRun:
     gradient_fault: str | None = None
     costs: Costs = field(init=False)
     heads: CostCurves = field(init=False)
-    budget: float = field(init=False)
-    budget_reason: str | None = None
     study: Study = field(init=False)
     allocation: Allocation = field(init=False)
-    losses: Sequence[ContextLoss] = ()
+    rounds: list[Round] = field(default_factory=list)
+    accepted: Round = field(init=False)
     points: Sequence[tuple[Allocation, Sequence[ContextLoss]]] = ()
-    gate_fault: str | None = None
-    chosen_on: Sequence[TokenSequence] = ()
-    reported_on: Sequence[TokenSequence] = ()
     attention: Mapping[int, Timings] = field(default_factory=dict)
     prefills: Mapping[str, Sequence[float]] = field(default_factory=dict)
     artifact: Artifact = field(init=False)
@@ -108,12 +122,12 @@ class SearchRun:
     @property
     def tasks(self) -> tuple[TaskFigures, ...]:
         """Figures of each task of the held-out prompts, and of all answers together."""
-        return task_figures(self.losses, self.length)
+        return task_figures(self.accepted.proof.losses, self.length)
 
     @property
-    def held_out(self) -> bool:
-        """True if no sequence that reports raised the budget."""
-        return not any(each in self.chosen_on for each in self.reported_on)
+    def timed_sequence(self) -> TokenSequence:
+        """The held-out prompt on which times are measured."""
+        return self.accepted.sequences[0]
 
     @property
     def spent(self) -> float:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from importlib import import_module
-from itertools import chain
-from typing import Any
 
 from artifacts import ModelInfo
 from artifacts.files import check_writable
@@ -28,9 +26,9 @@ from search.model.candidates import candidate_grid
 from search.model.config import ModelSearch
 from search.model.costs import Costs
 from search.model.prompts import (
+    HeldOut,
     announce_fewer,
     calibration_prompts,
-    held_out_sets,
     length_of,
 )
 from search.model.record import build, write
@@ -86,18 +84,22 @@ def search_model(
     check_logits(loaded.model)
     joined = joined or Ranks()
 
-    # Prompts. The first held-out set is made before any work, to refuse a text that is too short.
+    # Prompts. The first held-out ones are made before any work, to refuse a text that is too short.
     length = length_of(config, model)
     prompts = calibration_prompts(config, loaded, length)
     seen = Seen(prompts)
-    held_out = held_out_sets(config, loaded, length, seen)
-    first = next(held_out)
-    held_out = chain([first], held_out)
+    held_out = HeldOut(
+        config.held_out_tasks,
+        loaded,
+        length=length,
+        samples=config.samples,
+        seed=config.seed,
+        seen=seen,
+    )
 
     if joined.is_first:
-        about: dict[str, Any] = {"length": length, "samples": config.samples}
-        announce_fewer(config.tasks, prompts, held_out=False, **about)
-        announce_fewer(config.held_out_tasks, first, held_out=True, **about)
+        announce_fewer(config.tasks, prompts, length=length, samples=config.samples)
+        held_out.announce()
     started = start_run(
         config,
         loaded,
@@ -124,21 +126,21 @@ def search_model(
         if config.cost == "flops":
             record.costs = Costs.flops(model, length=length, dtype=config.dtype)
         else:
-            record.costs = time_candidates(record, record.calibration[0], curves, config.share)
+            record.costs = time_candidates(record, record.calibration[0], curves)
 
-        # Allocation: the budget, spent over the heads.
+        # Allocation: a budget, spent over the heads. Where none was asked for the limits choose it.
         record.heads = CostCurves.of(curves, record.costs, record.candidates)
-        record.budget, record.budget_reason = spendable(
-            record.heads, config.share, is_explicit=config.budget is not None, length=length
-        )
+        budget = None
+        if config.share is not None:
+            budget = spendable(record.heads, config.share, length=length)
         storage = config.storage if joined.is_first else None
-        record.start_study(storage, study_name("search", config.out), first)
+        record.start_study(storage, study_name("search", config.out), held_out.first)
 
         # Refinement: text and answers are balanced by a run on the calibration prompts.
-        record.allocation = refine(record, reference)
+        record.allocation = refine(record, reference, limits=config.limits, budget=budget)
 
-        # Gate: losses on held-out prompts, and more budget where a task loses too much.
-        gate(record, config.limits, held_out)
+        # Gate: losses on held-out prompts, and more budget until they are proven.
+        gate(record, config.limits, held_out, fixed=budget is not None)
         if not joined.is_first:
             return None
 

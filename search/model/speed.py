@@ -44,7 +44,7 @@ def time_attention(run: SearchRun) -> dict[int, Timings]:
     Returns:
         Seconds by tokens.
     """
-    sequence = run.reported_on[0]
+    sequence = run.timed_sequence
     tokens = sequence.context
     plans = {CHOSEN: run.plans(run.allocation)}
     shorter = {round(tokens * share) // TILE * TILE for share in _SHARES}
@@ -93,7 +93,7 @@ def time_prefills(run: SearchRun, artifact: Artifact) -> dict[str, Sequence[floa
         Seconds of each round by name, of the baseline and HEADWISE; nothing where the artifact
         would serve the prompt densely.
     """
-    sequence = run.reported_on[0]
+    sequence = run.timed_sequence
     if artifact.prefill.dense_below > sequence.context:
         return {}
     model = run.loaded.model
@@ -162,7 +162,7 @@ def _unit(run: SearchRun, name: str, depends: Mapping[str, Any]) -> Unit:
         machine = environment(run.device)
     about = {
         "allocation": run.allocation.digest,
-        "sequence": run.reported_on[0].digest,
+        "sequence": run.timed_sequence.digest,
         "machine": machine,
     }
     return run.ledger.unit(name, {**about, **depends})

@@ -30,15 +30,14 @@ from search.model.run import SearchRun
 _LAYERS = 5
 # Candidates of a kind that are timed, small to large; a line predicts the others.
 _OF_A_KIND = 4
-# Budgets of the allocations that are timed, relative to the one that was asked for.
-_SHARES = (1.0, 0.5, 2.0)
+# Budgets of the allocations that are timed, as fractions of dense attention's cost.
+_SHARES = (0.3, 0.15, 0.6)
 
 
 def time_candidates(
     run: SearchRun,
     sequence: TokenSequence,
     curves: Mapping[int, Curves],
-    share: float,
 ) -> Costs:
     """Time candidates in the first rank while the others wait; all ranks get the costs.
 
@@ -46,16 +45,14 @@ def time_candidates(
         run: the search.
         sequence: a real prompt of about its length.
         curves: by dense tail.
-        share: the budget that was asked for, as a fraction of dense attention's cost.
     """
     with all_threads():
         machine = environment(run.device)
-    # The allocations that are timed follow from the curves and the budget.
-    depends = {"sequence": sequence.digest, "share": share, "machine": machine}
+    depends = {"sequence": sequence.digest, "machine": machine}
     unit = run.ledger.unit("times", depends)
     record = None
     if run.ranks.is_first:
-        record = run.ledger.once(unit, lambda: _time(run, sequence, curves, share))
+        record = run.ledger.once(unit, lambda: _time(run, sequence, curves))
     record = dict(run.ranks.broadcast(record))
     scale, overhead = record.pop("fit")
     costs = tuple(Cost(**cost) for cost in record.pop("costs"))
@@ -69,7 +66,6 @@ def _time(
     run: SearchRun,
     sequence: TokenSequence,
     curves: Mapping[int, Curves],
-    share: float,
 ) -> dict[str, Any]:
     """Time kinds by their tiles, and fit what mixing them in a layer adds.
 
@@ -80,7 +76,7 @@ def _time(
     ids = sequence.ids[: sequence.context]
     # Operations choose what to time: seconds are not known yet.
     flops = Costs.flops(model, length=run.length, dtype=run.dtype)
-    mixed = _mixed_allocations(CostCurves.of(curves, flops, run.candidates), share)
+    mixed = _mixed_allocations(CostCurves.of(curves, flops, run.candidates))
     patterns = {repr(pattern): pattern for pattern in _some_of_each_kind(run.candidates)}
     plans_of_one = {
         key: dict.fromkeys(run.layers, LayerPlan([pattern] * model.num_heads, model.num_kv_heads))
@@ -93,7 +89,7 @@ def _time(
             index = plans[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
             tiles[key].append(float(worked_tiles(inputs, index, backend=run.backend).sum()))
 
-    # The first, of the budget that was asked for, serves the pass on whose inputs all are timed.
+    # The first serves the pass on whose inputs all are timed.
     plans = {str(at): run.plans(allocation) for at, allocation in enumerate(mixed)} | plans_of_one
     timed = Timed(tokens=len(ids), plans=plans, layers=_LAYERS)
     with phase("timing candidates", 1, "passes") as shown:
@@ -115,11 +111,11 @@ def _time(
     return {**vars(table), "costs": [vars(cost) for cost in table.costs], "fit": fit}
 
 
-def _mixed_allocations(heads: CostCurves, share: float) -> list[Allocation]:
+def _mixed_allocations(heads: CostCurves) -> list[Allocation]:
     """Allocations of some budgets, which mix kinds as a layer does; costs may be of any unit."""
     tail = min(heads.curves)
     cheapest = heads.least(tail) * (1 + 1e-9)
-    totals = [max(heads.total(share * factor), cheapest) for factor in _SHARES]
+    totals = [max(heads.total(share), cheapest) for share in _SHARES]
     return [heads.allocate(total, tail) for total in totals]
 
 

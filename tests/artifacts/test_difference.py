@@ -59,7 +59,7 @@ def test_diff_ignores_commands_of_measurements(tmp_path, every_kind):
     save(artifact.model_copy(update={"evidence": evidence}), tmp_path / "b.yaml", arrays)
     files = {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
     assert not diff_of(files)["differs"]
-    front = artifact.prefill.front.model_copy(update={"dense_right": 15})
+    front = artifact.prefill.front.model_copy(update={"length": 15})
     prefill = artifact.prefill.model_copy(update={"front": front})
     save(artifact.model_copy(update={"prefill": prefill}), tmp_path / "b.yaml", arrays)
     data = diff_of(files)
@@ -105,7 +105,7 @@ def test_diff_names_sections_and_arrays_and_evidence(pair, make):
     decode = build_every_kind()[0].decode.omnikv.model_copy(
         update={"filter_layers": (0,), "dense_layers": ()}
     )
-    verdict = artifacts.Verdict(proven=True, why="because")
+    verdict = artifacts.Verdict(proven=True)
     files = pair(
         more={"similarity.mass": np.ones((3, 3))},
         decode=artifacts.Decode(omnikv=decode),
@@ -114,7 +114,10 @@ def test_diff_names_sections_and_arrays_and_evidence(pair, make):
     data = diff_of(files)
     assert data["sections"] == ["decode", "evidence", "sidecar"]
     assert data["heads"]["changed"] == 0
-    assert data["evidence"] == ["not proven: no gate has run on its patterns", "proven: because"]
+    assert data["evidence"] == [
+        "not proven: no gate has run on its patterns",
+        "proven: no loss was measured",
+    ]
     text = printed(files)[1]
     assert "sections   decode, evidence, sidecar\nevidence   not proven" in text
 

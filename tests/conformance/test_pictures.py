@@ -8,6 +8,7 @@ import pytest
 
 import artifacts
 from artifacts import Decode, OmniKV
+from artifacts.schema.search import FrontierPoint
 from profiling.models.loading import load_model
 from profiling.pictures.registry import Source, pictures
 from profiling.prompts.prompt import make_prompts
@@ -28,6 +29,11 @@ def sources(searched) -> dict[str, Source]:
     loaded = load_model(model, dtype="float32")
     prompt = make_prompts("passkey", loaded.tokenizer, length=300, samples=1, seed=0)[0]
     artifact, arrays = artifacts.load_pair(config)
+    points = [{"spent": 0.2, "lost": 0.08, "measured": False}]
+    points.append({"spent": 0.4, "lost": 0.01, "lost_high": 0.03, "measured": True})
+    timed = [FrontierPoint(seconds=10 * point["spent"], **point) for point in points]
+    search = artifact.search.model_copy(update={"frontier": tuple(timed), "spent": 0.4})
+    artifact = artifact.model_copy(update={"search": search})
     decode = Decode(omnikv=OmniKV(filter_layers=(1, 4), budget=9))
     return {
         "artifact": Source(command="headwise plot", artifact=artifact, arrays=arrays, head=(1, 2)),

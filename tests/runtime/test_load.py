@@ -73,7 +73,10 @@ def test_load_with_point_uses_its_rows(saved, point, name):
         ("speedup=9", ["cfg.yaml", "meets speedup=9", "from 2 to 8"]),
         ("kl=0.05", ["meets kl=0.05", "from 0.1 to 0.3"]),
         ("recall=0.99", ["meets recall=0.99", "from 0.7 to 0.95"]),
-        ("kl=0.1,recall=0.9", ["point must be speedup=X, kl=X or", "got 'kl=0.1,recall=0.9'"]),
+        (
+            "kl=0.1,recall=0.9",
+            ["point must be lost=X, speedup=X", "got 'kl=0.1,recall=0.9'"],
+        ),
         ("kl=-1.0", ["point must be", "got 'kl=-1.0'"]),
         ("kl=nan", ["point must be", "got 'kl=nan'"]),
         ("speedup=2x", ["point must be", "got 'speedup=2x'"]),

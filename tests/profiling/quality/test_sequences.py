@@ -132,8 +132,9 @@ def test_reference_losses_equal_those_of_all_logits(model, one):
     kl = kl_div(sparse, dense, log_target=True, reduction="none").sum(-1)
     nll, dense_nll = (-of[:-1].gather(1, ids[1:, None])[:, 0] for of in (sparse, dense))
     np.testing.assert_allclose(result.kl, kl[at], atol=3e-3, rtol=2e-2)
-    np.testing.assert_allclose(result.nll, nll[at], atol=1e-3)
-    np.testing.assert_allclose(result.dense_nll, dense_nll[at], atol=5e-3)
+    scored = torch.cat([torch.arange(start - 1, stop - 1) for start, stop in one.answers])
+    np.testing.assert_allclose(result.nll, nll[scored], atol=1e-3)
+    np.testing.assert_allclose(result.dense_nll, dense_nll[scored], atol=5e-3)
     assert result.kl.mean() > 0.001 and result.answer_tokens.tolist() == [2, 1, 4, 1]
     for number, (start, stop) in enumerate(one.answers):
         own = slice(start - 1, stop - 1)
@@ -142,6 +143,11 @@ def test_reference_losses_equal_those_of_all_logits(model, one):
         assert result.answer_dense_nll[number] == pytest.approx(expected, rel=2e-3)
         for right, of in ((result.right, sparse), (result.dense_right, dense)):
             assert right[number] == bool((of[own].argmax(-1) == ids[start:stop]).all())
+        for clear, of in ((result.clear, sparse), (result.dense_clear, dense)):
+            logits = of[own].gather(1, ids[start:stop, None])[:, 0]
+            others = of[own].scatter(1, ids[start:stop, None], float("-inf")).max(-1).values
+            smoothed = torch.special.ndtr((logits - others).double() / 0.5).prod()
+            assert clear[number] == pytest.approx(float(smoothed), abs=2e-2)
     everything = reference.losses(0, {})
     for right in (everything.right, everything.dense_right):
         assert right.tolist() == [False, True, False, False]
@@ -152,7 +158,10 @@ def test_reference_reuses_the_logits_of_a_pass(model, one):
     alone, reused = Reference(model, [one]), Reference(model, [one])
     dense, targets = logits_of(model, one, planned({}, CONTEXT)), torch.tensor(one.ids[1:])
     nll, likeliest = -dense[:-1].gather(1, targets[:, None])[:, 0].float(), dense[:-1].argmax(-1)
-    reused.know(0, dense[reused.positions(0)], nll, likeliest)
+    own = dense[:-1].gather(1, targets[:, None])
+    others = dense[:-1].scatter(1, targets[:, None], float("-inf"))
+    margin = (own - others.max(-1, keepdim=True).values)[:, 0].float()
+    reused.know(0, dense[reused.positions(0)], nll, likeliest, margin)
     for name, value in vars(alone.losses(0, plans())).items():
         np.testing.assert_allclose(getattr(reused.losses(0, plans()), name), value, atol=5e-3)
 

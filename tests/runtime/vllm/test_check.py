@@ -50,7 +50,7 @@ def test_options_parse_path_or_object():
         ({}, "artifact: Field required"),
         (
             {"artifact": "a", "point": "kl=nan"},
-            "point: must be speedup=X, kl=X or .*, got 'kl=nan'",
+            "point: must be lost=X, speedup=X, kl=X or .*, got 'kl=nan'",
         ),
         ({"artifact": "a", "point": 1}, "point"),
         ({"artifact": "a", "dense": "yes"}, "dense"),
@@ -167,7 +167,7 @@ def test_check_command_keeps_point(front, point, capsys):
     served = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
     assert served is not None and served.point == point
     assert served.load().artifact == load(cfg, point=point).artifact
-    with pytest.raises(artifacts.HeadwiseError, match=r"--point must be speedup=X.*got kl$"):
+    with pytest.raises(artifacts.HeadwiseError, match=r"--point must be lost=X.*got kl$"):
         main(["check", str(cfg), "--model", str(cfg.parent / "model"), "--point", "kl"])
 
 

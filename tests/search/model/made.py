@@ -29,9 +29,8 @@ class FormulaRun:
 
     formula: Callable[[Any, Allocation, Any], Sequence[ContextLoss]]
     heads: CostCurves
-    budget: float
     allocation: Allocation | None = None
-    gate_fault: str | None = None
+    rounds: list[Any] = field(default_factory=list)
     ranks: Ranks = field(default_factory=Ranks)
     measured: list[tuple[Any, Allocation, Any]] = field(default_factory=list)
     trials: list[tuple[Allocation, Any, str]] = field(default_factory=list)
@@ -66,9 +65,17 @@ def curves_of(change: np.ndarray, **changes: Any) -> Curves:
 
 
 def heads_of(
-    seed: int, *, heads: int = 2, candidates: int = 4, tails: tuple[int, ...] = (64,)
+    seed: int,
+    *,
+    heads: int = 2,
+    candidates: int = 4,
+    tails: tuple[int, ...] = (64,),
+    dense: bool = False,
 ) -> CostCurves:
-    """Layer 1 is left alone; more cost is less change, and error goes its own way."""
+    """Layer 1 is left alone; more cost is less change, and error goes its own way.
+
+    With `dense` the last candidate of each head costs as much as everything, and loses nothing.
+    """
     curves = {}
     costs = {}
     for tail in tails:
@@ -78,6 +85,9 @@ def heads_of(
         change = -np.sort(
             -rng.exponential(size=shape) * rng.exponential(size=shape[:2])[..., None], axis=-1
         )
+        if dense:
+            cost[..., -1] = cost.max()
+            change[..., -1] = 0.0
         error = rng.exponential(size=shape)
         text, answer = (change * rng.lognormal(sigma=0.5, size=shape) for _ in range(2))
         for values in (cost, change, error, text, answer):

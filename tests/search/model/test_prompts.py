@@ -13,26 +13,48 @@ import pytest
 from artifacts import HeadwiseError
 from profiling.models.loading import load_tokenizer
 from profiling.prompts.held_out import GATE_SET, Seen
+from profiling.prompts.prompt import Prompt
 from profiling.prompts.words import sentences
-from search.model.acceptance import ROUNDS
 from search.model.config import ModelSearch
-from search.model.prompts import calibration_prompts, held_out_prompts, held_out_sets
+from search.model.prompts import HeldOut, calibration_prompts
+from search.model.proof import KINDS
 from tests.profiling.tokenizers import byte_level
 
 CONFIG = ModelSearch(model="m", out=Path("cfg.yaml"))
 LOADED: Any = SimpleNamespace(tokenizer=byte_level())
 
 
-def test_held_out_prompts_have_more_contexts_than_calibration():
+def held_out(tasks: tuple[str, ...], length: int, **changes: Any) -> HeldOut:
+    options: dict[str, Any] = {"length": length, "samples": 1, "seed": 0, "seen": Seen()}
+    return HeldOut(tasks, LOADED, **options | changes)
+
+
+def contexts(prompts: list[Prompt]) -> list[str]:
+    return [task for task, _ in dict.fromkeys((each.task, each.context) for each in prompts)]
+
+
+def test_batches_have_contexts_of_the_tasks_of_their_kind():
     tasks = CONFIG.held_out_tasks
     assert tasks == ("facts", "prose")
-    prompts = held_out_prompts(tasks, LOADED, length=4096, samples=2, seed=0, seen=Seen(), number=0)
-    contexts = dict.fromkeys((prompt.task, prompt.context) for prompt in prompts)
-    assert [task for task, _ in contexts] == ["facts"] * 8 + ["prose"] * 4
+    batches = held_out(tasks, 4096, samples=2)
+    first = batches.first
+    text, answer = batches.take("text", 4), batches.take("answer", 4)
+    assert [*text, *answer] == first
+    assert contexts(text) == ["prose"] * 8 and contexts(answer) == ["facts"] * 8
+    assert contexts(batches.take("answer", 1)) == ["facts"] * 2
 
 
-def test_question_file_holds_out_four_contexts_if_available(tmp_path):
-    """Its answers are tested over contexts like generated ones; a text has two windows."""
+def test_batches_share_no_context():
+    batches = held_out(("passkey", "prose"), 1024)
+    made = [batches.take(kind, 4) for _ in range(3) for kind in KINDS]
+    seen = [each.context for batch in made for each in batch]
+    assert len(set(seen)) == len(seen) == 24
+    # The command headwise gate takes others than a search.
+    gate = held_out(("passkey", "prose"), 1024, first=GATE_SET)
+    assert not {each.context for each in gate.take("answer", 4)} & set(seen)
+
+
+def test_question_file_holds_out_the_contexts_that_it_has(tmp_path):
     for lines, expected in ((40, 4), (3, 2), (1, 1)):
         file = tmp_path / f"{lines}.jsonl"
         prompts = [
@@ -40,11 +62,8 @@ def test_question_file_holds_out_four_contexts_if_available(tmp_path):
             for number in range(lines)
         ]
         file.write_text("\n".join(map(json.dumps, prompts)) + "\n")
-        task = f"jsonl:{file}"
-        prompts = held_out_prompts(
-            (task,), LOADED, length=256, samples=1, seed=0, seen=Seen(), number=0
-        )
-        assert len({prompt.context for prompt in prompts}) == expected
+        batches = held_out((f"jsonl:{file}",), 256)
+        assert len({prompt.context for prompt in batches.take("answer", 4)}) == expected
 
 
 @pytest.mark.parametrize(("lengths", "expected"), [(40, 4), (5, 2)])
@@ -54,44 +73,43 @@ def test_held_out_hidden_key_prompts_are_fewer_in_a_short_file(lengths, expected
     file = tmp_path / "book.txt"
     file.write_text(text[: lengths * 1024])
     config = CONFIG.replace(tasks=(f"passkey:{file}",))
-    seen = Seen(calibration_prompts(config, LOADED, 1024))
-    options: Any = {"length": 1024, "samples": 1, "seed": 0, "seen": seen}
-    prompts = held_out_prompts(config.tasks, LOADED, number=GATE_SET, **options)
-    assert len(prompts) == expected and not any(map(seen.overlaps, prompts))
+    calibration = Seen(calibration_prompts(config, LOADED, 1024))
+    batches = held_out(config.tasks, 1024, seen=Seen(digests=calibration.digests))
+    prompts = batches.take("answer", 4)
+    assert len(prompts) == expected and not any(map(calibration.overlaps, prompts))
+
+
+def test_text_that_ends_has_no_further_batch(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text("".join(f"{number}. " for number in range(2000))[: 5 * 1024])
+    batches = held_out((f"text:{file}",), 1024)
+    assert len(batches.take("text", 4)) == 4 and batches.take("text", 4) == []
 
 
 def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
-    """Later sets, generated after a failure, are limited by the listed windows."""
-    config = CONFIG.replace(tasks=("passkey",), length=1024)
-    sets = list(held_out_sets(config, LOADED, 1024, Seen()))
-    count = len(Seen(sets[0]).digests)
-    two = len(Seen([*sets[0], *sets[1]]).digests)
+    """Later batches are limited by the listed windows, too."""
+    batches = held_out(("passkey",), 1024)
+    first, second = (batches.take("answer", 4) for _ in range(2))
+    count = len(Seen(first).digests)
+    two = len(Seen([*first, *second]).digests)
     monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", count - 1)
     with pytest.raises(
         HeadwiseError, match=rf"are {count} windows .* at most {count - 1} .* fewer --samples"
     ):
-        next(held_out_sets(config, LOADED, 1024, Seen()))
+        held_out(("passkey",), 1024)
     monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", two)
-    assert list(held_out_sets(config, LOADED, 1024, Seen())) == sets[:2]
-    # The gate tries as many budgets, and headwise gate has a separate set.
-    assert len(sets) == ROUNDS
-    own = held_out_prompts(
-        ("passkey",), LOADED, length=1024, samples=1, seed=0, seen=Seen(), number=GATE_SET
-    )
-    assert not {prompt.context for prompt in own} & {
-        prompt.context for made in sets for prompt in made
-    }
+    batches = held_out(("passkey",), 1024)
+    assert [batches.take("answer", 4) for _ in range(3)] == [first, second, []]
 
 
 def test_length_too_short_for_default_tasks_error_names_sufficient_length():
     """The error names only tasks the user requested; at 4,096 tokens the defaults fit."""
-    arguments: dict[str, Any] = {"samples": 1, "seed": 0, "seen": Seen(), "number": GATE_SET}
     for length in (256, 1500):
         says = rf"^--length {length} is too short for the held-out prompts; 4096 is enough$"
         with pytest.raises(HeadwiseError, match=says):
-            held_out_prompts(CONFIG.held_out_tasks, LOADED, length=length, **arguments)
+            held_out(CONFIG.held_out_tasks, length)
         with pytest.raises(HeadwiseError, match=rf"^length {length} is too small for facts: "):
-            held_out_prompts(("facts",), LOADED, length=length, **arguments)
+            held_out(("facts",), length)
     says = r"^--length 256 is too short for the calibration prompts; 1024 is enough$"
     with pytest.raises(HeadwiseError, match=says):
         calibration_prompts(CONFIG, LOADED, 256)
@@ -113,7 +131,8 @@ def test_default_tasks_generate_128k_token_prompts():
     assert list(dict.fromkeys(prompt.task for prompt in prompts)) == list(config.tasks)
     seen = Seen(prompts)
     before = Seen(prompts)
-    first = next(held_out_sets(config, loaded, 131_072, seen))
+    sizes = {"length": 131_072, "samples": 1, "seed": 0}
+    first = HeldOut(config.held_out_tasks, loaded, **sizes, seen=seen).first
     assert {len(prompt.input_ids) for prompt in [*prompts, *first]} == {131_072}
     assert {prompt.task for prompt in first} == {"facts", "prose"} == {*config.held_out_tasks}
     # Of questions that share a context one is enough.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from search.model.allocation import Allocation, CostCurves
+from search.model.limits import Limits
 from search.model.losses import ContextLoss, loss_by_kind
 from search.model.refine import balance, refine
 from tests.search.model.made import FormulaRun, heads_of
@@ -17,9 +18,11 @@ TAILS = (0, 64)
 FEW = heads_of(0, tails=TAILS)
 TOTAL = 3.0
 MANY = heads_of(5, tails=TAILS, heads=6, candidates=8)
+DENSE = heads_of(5, tails=TAILS, heads=6, candidates=24, dense=True)
 # Factors between the losses of the model and those of the curves.
 TEXT = 1.5
 ANSWER = 6.0
+LIMITS = Limits()
 
 
 def task(name: str, loss: float, *, answers: int = 0) -> ContextLoss:
@@ -31,7 +34,9 @@ def predicted(curves: CostCurves, allocation: Allocation) -> dict[str, float]:
     return {kind: float(np.nansum(allocation.pick(loss))) for kind, loss in losses.items()}
 
 
-def refined(curves: CostCurves, total: float) -> tuple[Allocation, FormulaRun]:
+def refined(
+    curves: CostCurves, total: float | None, limits: Limits = LIMITS
+) -> tuple[Allocation, FormulaRun]:
     """Refine with losses of text and answers at separate factors times the curves."""
 
     def formula(calibration: Any, allocation: Allocation, numbers: Any) -> list[ContextLoss]:
@@ -41,8 +46,8 @@ def refined(curves: CostCurves, total: float) -> tuple[Allocation, FormulaRun]:
             task("kv", ANSWER * losses["answer"], answers=3),
         ]
 
-    run = FormulaRun(formula, heads=curves, budget=total)
-    return refine(cast(Any, run), cast(Any, None)), run
+    run = FormulaRun(formula, heads=curves)
+    return refine(cast(Any, run), cast(Any, None), limits=limits, budget=total), run
 
 
 def test_balance_two_kinds_returns_ratio_of_run_to_curves():
@@ -82,3 +87,35 @@ def test_refine_runs_the_curves_allocation_and_returns_the_balanced_one():
     assert allocation.prompt_weights == pytest.approx({"text": 0.5, "answer": 2.0})
     assert allocation.digest != measured.digest and allocation.tail == measured.tail
     assert allocation.cost <= total * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("max_lost", [0.9, 0.3])
+def test_refine_without_a_budget_aims_at_a_part_of_the_limits(max_lost):
+    limits = Limits(max_lost=max_lost, max_perplexity=3.0)
+    allocation, run = refined(DENSE, None, limits)
+    ((_, measured, _),) = run.measured
+    losses = predicted(DENSE, allocation)
+    # 0.4 of the limit, at 0.65 of it lost for a nat a token; the run loses by factors more than the
+    # curves say.
+    assert ANSWER * losses["answer"] <= 0.4 * max_lost / 0.65 * (1 + 1e-9)
+    assert TEXT * losses["text"] <= 0.4 * np.log(4) / 0.5 * (1 + 1e-9)
+    # The run itself was of an allocation that knew only the curves, and is cheaper.
+    assert measured.cost < allocation.cost
+
+
+def test_refine_by_limits_that_nothing_meets_spends_all():
+    allocation, _ = refined(DENSE, None, Limits(max_lost=1e-12, max_perplexity=1e-12))
+    assert set(predicted(DENSE, allocation).values()) == {0.0}
+
+
+def test_refine_without_gradients_starts_at_a_part_of_dense_attention():
+    curves = {tail: replace(each, texts=0, asked=0) for tail, each in MANY.curves.items()}
+    plain = replace(MANY, curves=curves)
+
+    def formula(calibration: Any, allocation: Allocation, numbers: Any) -> list[ContextLoss]:
+        return [task("prose", 0.5), task("kv", 0.5, answers=3)]
+
+    run = FormulaRun(formula, heads=plain)
+    allocation = refine(cast(Any, run), cast(Any, None), limits=LIMITS, budget=None)
+    ((_, measured, _),) = run.measured
+    assert measured.cost <= plain.total(0.35) * 1.3 and allocation.cost > measured.cost

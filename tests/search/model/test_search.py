@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 import artifacts
 from artifacts import Finding, HeadwiseError
+from artifacts.schema.evidence import percent
 from headwise.__main__ import main
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
@@ -23,9 +24,9 @@ from runtime import load
 from search.gate import plans_of
 from search.model import scored_prompts, search, timed_costs
 from search.model.allocation import spendable
-from search.model.limits import Limits
 from search.model.losses import context_losses, task_figures
-from search.model.prompts import held_out_prompts, held_out_sets
+from search.model.prompts import HeldOut
+from search.model.proof import KINDS
 from search.study import study_name
 from tests.processes import Process
 from tests.search.model.conftest import (
@@ -35,6 +36,7 @@ from tests.search.model.conftest import (
     TIMED,
     content,
     interrupted,
+    last_block,
     ledger_of,
     options,
 )
@@ -69,8 +71,8 @@ def test_search_writes_a_valid_pair_and_nothing_else(found):
 def test_report_shows_result_and_next_command(found, tiny_model):
     report = (found.parents[1] / "report.txt").read_text()
     assert "patterns for 18 heads" in report and "counted and not timed" in report
-    assert "held-out prompts against dense attention:" in report
-    passkey, prose = artifacts.load(found).evidence.tasks
+    assert "held-out prompts against dense attention, with 95% intervals:" in report
+    prose, passkey = artifacts.load(found).evidence.tasks
     assert f"passkey {'':18} KL {passkey.kl:.4f}" in report
     assert f"correct of {passkey.answers}: dense 0, artifact 0 (0 lost, 0 won)" in report
     assert f"perplexity {prose.perplexity_ratio - 1:+.2%}" in report
@@ -115,7 +117,8 @@ def test_evidence_equals_held_out_measurement(found, tiny_model):
     loaded = load_model(str(tiny_model), dtype="float32")
     sizes: dict[str, Any] = {"length": LENGTH, "samples": 1, "seed": 0}
     calibration = [p for task in TASKS for p in make_prompts(task, loaded.tokenizer, **sizes)]
-    prompts = held_out_prompts(TASKS, loaded, **sizes, seen=Seen(calibration), number=0)
+    held_out = HeldOut(TASKS, loaded, **sizes, seen=Seen(calibration))
+    prompts = [prompt for kind in KINDS for prompt in held_out.take(kind, 4)]
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, LENGTH)
     losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
@@ -160,18 +163,18 @@ def test_study_has_each_measured_allocation(found):
 
     storage = f"sqlite:///{found.parents[1]}/study.db"
     study = optuna.load_study(study_name=study_name("search", found), storage=storage)
-    assert study.metric_names == [*TASKS, "cost"]
+    assert study.metric_names == [*reversed(TASKS), "cost"]
     artifact, arrays = artifacts.load_pair(found)
     sets = [trial.user_attrs["prompts"] for trial in study.trials]
-    assert sets[:2] == ["calibration prompts", "held-out set 1"]
-    assert set(sets[2:]) == {"first contexts of held-out set 1"}
+    assert sets[:2] == ["calibration prompts", "round 1"]
+    assert set(sets[2:]) == {"first contexts of round 1"}
     assert {trial.state.name for trial in study.trials} == {"COMPLETE"}
     measured = {trial.user_attrs["flops"] for trial in study.trials[2:]}
     assert {point.cost for point in artifact.prefill.front.points} <= measured
     # The accepted allocation: losses by task and cost, equal to those of the artifact.
     accepted = study.trials[1]
-    passkey, prose = artifact.evidence.tasks
-    losses = [passkey.kl + max(0.0, passkey.nll_rise), prose.kl]
+    prose, passkey = artifact.evidence.tasks
+    losses = [prose.kl, passkey.kl + max(0.0, passkey.nll_rise)]
     assert accepted.values == pytest.approx([*losses, artifact.search.spent], abs=1e-4)
     assert accepted.params["cost"] == accepted.values[2] <= accepted.params["budget"] <= 0.65
     assert accepted.params["dense_tail"] == artifact.prefill.dense_tail
@@ -181,44 +184,44 @@ def test_study_has_each_measured_allocation(found):
     assert attributes["flops"] == pytest.approx(float(arrays["chosen.flops"].sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("sets", [2, 1])
-def test_prompts_that_raise_the_budget_are_held_out_only_if_others_report(
-    sets, found, tiny_model, out, monkeypatch, capsys
-):
-    """A text may be too short for a second set of prompts."""
-    import optuna
-
-    # The first held-out prompts fail, and from there on all pass.
-    verdicts = iter(["prose: too much is lost"])
-    monkeypatch.setattr(Limits, "violation", lambda self, tasks: next(verdicts, None))
-    monkeypatch.setattr(search, "held_out_sets", lambda *args: islice(held_out_sets(*args), sets))
-    storage = f"sqlite:///{out.parent}/study.db"
-    assert main(["search", *options(tiny_model, out, storage=storage)]) == 0
+def test_search_without_a_budget_takes_the_least_that_is_proven(tiny_model, out, capsys):
+    """The limits of a random model are wide; the first budget that is tried may be too small."""
+    words = options(tiny_model, out, budget=None, max_perplexity="0.4")
+    assert main(["search", *words]) == 0
     artifact, arrays = artifacts.load_pair(out)
-    chosen_on = artifact.evidence.chosen_on
-    reported_on = artifact.evidence.reported_on
-    before = artifacts.load(found).evidence.reported_on
-    # Where a task failed the others did not choose.
-    assert 0 < chosen_on.prompts < reported_on.prompts == before.prompts
-    assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
-    assert (reported_on.sha256 == before.sha256) == (sets == 1)
+    search = artifact.search
+    verdict = artifact.evidence.verdict
+    assert search.budget is None and verdict.proven
+    assert verdict.perplexity <= verdict.perplexity_high <= verdict.max_perplexity == 0.4
+    assert search.spent == pytest.approx(
+        arrays["chosen.flops"].sum() / artifact.prefill.front.dense_cost, abs=1e-4
+    )
+    # Every round is a measured point of the frontier; the others are predicted.
+    measured = [point for point in search.frontier if point.measured]
+    assert any(point.spent == search.spent for point in measured)
+    assert 5 <= len(search.frontier) <= 10 and len(measured) < len(search.frontier)
+    costs = [point.spent for point in search.frontier]
+    assert costs == sorted(costs)
     output = capsys.readouterr().out
-    assert "  raised because the first allocation failed the gate: prose: " in output
-    if sets == 1:
-        assert chosen_on.name == reported_on.name == "by which the budget was raised"
-        assert artifact.prefill.front.measured_on == "calibration"
-        assert "held-out prompts" not in output and f"prompts {reported_on.name}" in output
-    else:
-        assert (reported_on.name, artifact.prefill.front.measured_on) == ("held-out", "held_out")
-        assert "held-out prompts (others raised the budget)" in output
-    # The other task was not measured, so that the trial of the first set has no values.
-    _, failed, passed, *_ = optuna.load_study(
-        study_name=study_name("search", out), storage=storage
-    ).trials
-    assert (failed.state.name, failed.values) == ("FAIL", None)
-    assert failed.user_attrs["prompts"] == "held-out set 1" and "prose" in failed.user_attrs
-    assert passed.user_attrs["prompts"] == f"held-out set {sets}"
-    assert passed.values[2] == pytest.approx(artifact.search.spent, abs=1e-4)
+    assert "set by the limits" in output and "measured, in the artifact" in output
+    assert f"at most {percent(verdict.perplexity_high)} more perplexity" in output
+
+
+def test_search_that_proves_nothing_writes_no_file(tiny_model, out, capsys):
+    # One answer in a million tokens is right: no loss of answers can be proven.
+    words = options(tiny_model, out, budget=None, max_lost="0.01")
+    with pytest.raises(Finding, match=r"^not proven: up to .* fewer correct answers after 16 "):
+        main(["search", *words])
+    assert list(out.parent.iterdir()) == [ledger_of(out)]
+
+
+def test_budget_that_is_not_proven_is_written_and_says_so_first(tiny_model, out, capsys):
+    assert main(["search", *options(tiny_model, out, max_perplexity="0.0001")]) == 3
+    first, *_ = last_block(capsys)
+    assert first.startswith("result: not proven: ") and "--max-perplexity" in first
+    artifact = artifacts.load(out)
+    assert not artifact.evidence.verdict.proven and artifact.search.budget == "0.65"
+    assert main(["search", "--keep", *options(tiny_model, out, max_perplexity="0.0001")]) == 0
 
 
 def test_resumed_search_reuses_timings(tiny_model, out, clock, monkeypatch):
@@ -242,8 +245,8 @@ def test_search_result_is_independent_of_rank_count(small, tiny_model, tmp_path)
     assert sidecars[0].read_bytes() == sidecars[1].read_bytes()
 
 
-def test_resumed_search_ignores_timings_of_other_machine_or_budget(tiny_model, out, monkeypatch):
-    """A resumed search does not use times of another budget or thread count."""
+def test_resumed_search_ignores_timings_of_another_machine(tiny_model, out, monkeypatch):
+    """A resumed search does not use times of another thread count; they serve all budgets."""
     taken: list[int] = []
     real = timed_costs._time
     times: list[Any] = []
@@ -260,7 +263,7 @@ def test_resumed_search_ignores_timings_of_other_machine_or_budget(tiny_model, o
     )
     # Beyond the times nothing is of interest here.
     monkeypatch.setattr(search, "spendable", interrupted)
-    for count, budget in ((1, "0.7"), (1, "0.7"), (2, "0.6")):
+    for count, budget in ((1, "0.7"), (1, "0.7"), (1, "0.6")):
         with pytest.raises(KeyboardInterrupt):
             main(["search", *options(tiny_model, out, cost="seconds", budget=budget)])
         assert len(taken) == count
@@ -268,14 +271,14 @@ def test_resumed_search_ignores_timings_of_other_machine_or_budget(tiny_model, o
     monkeypatch.setattr(timed_costs, "environment", lambda device: dict(other))
     with pytest.raises(KeyboardInterrupt):
         main(["search", *options(tiny_model, out, cost="seconds", budget="0.7")])
-    assert len(taken) == 3
+    assert len(taken) == 2
 
 
 def test_search_with_another_budget_reuses_curves_of_a_failed_one(
     tiny_model, out, scored, monkeypatch
 ):
-    def fails(*args: Any) -> Any:
-        raise Finding("the gate: nothing passes")
+    def fails(*args: Any, **options: Any) -> Any:
+        raise Finding("not proven")
 
     with monkeypatch.context() as patch:
         patch.setattr(search, "gate", fails)
@@ -333,14 +336,13 @@ def test_search_without_gradients_uses_output_change_and_reports_it(
     np.testing.assert_allclose(arrays["chosen.objective"], arrays["chosen.change"], rtol=1e-5)
 
 
-def test_spendable_budget_exceeds_cheapest_candidates():
+def test_budget_below_the_cheapest_candidates_is_refused():
     heads = heads_of(0, heads=4, candidates=8)
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)
     minimum = min(map(heads.least, heads.curves))
-    total, why = spendable(heads, 0.25, is_explicit=False, length=128)
-    assert minimum < total < heads.total(1.0) and total == pytest.approx(
-        minimum + 0.25 * (heads.total(1.0) - minimum)
-    )
-    assert why is not None and why.startswith("the cheapest candidates cost 0.")
-    assert why.endswith("the budget is this cost plus 0.25 of the rest")
+    share = heads.share(minimum)
+    assert spendable(heads, 1.1 * share, length=128) == pytest.approx(1.1 * minimum)
+    says = r"--budget .* is impossible at 128 tokens: the cheapest candidates cost 0\."
+    with pytest.raises(HeadwiseError, match=says):
+        spendable(heads, share, length=128)

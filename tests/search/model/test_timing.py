@@ -80,13 +80,22 @@ def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, cl
     assert clock.prefills == [[KERNEL, HEADWISE]] * 6
     block = last_block(capsys)
     assert block[0] == "result: faster"
-    assert re.fullmatch(r"  time .* 512 .* 2\.00 s .* 1\.00 s .* 2\.00x \(2\.00x .*", block[1])
-    assert re.fullmatch(r"  attention alone .* 512 .* 10\.00x", block[2])
-    assert block[3].startswith("  not proven: 0 right answers of 4 contexts; ")
+    assert re.fullmatch(
+        r"  first token 2\.00 s -> 1\.00 s, 2\.00x; at most .* fewer correct answers \(95% "
+        r"confidence; measured .*\); at most .* more perplexity \(.*\)",
+        block[1],
+    )
+    assert re.fullmatch(r"  speedup of 2\.00x to .* in 6 rounds at 512 tokens", block[2])
+    assert block[3] == "  attention alone: speedup 10.00x"
     assert block[4].startswith("budget asked 0.7, spent 0.")
-    assert block[5].startswith(f"wrote {out}, ") and "headwise gate " in block[6]
-    verdict = artifacts.Verdict(proven=False, why="0 right answers of 4 contexts")
-    assert artifact.evidence.verdict == verdict
+    assert block[5].split()[:3] == ["budget", "first", "token"]
+    assert block[-2].startswith(f"wrote {out}, ") and "headwise gate " in block[-1]
+    assert artifact.evidence.verdict.proven
+    # The time of another budget differs by its attention alone.
+    (written,) = [point for point in artifact.search.frontier if point.measured]
+    assert written.seconds == 1.0
+    seconds = [point.seconds for point in artifact.search.frontier]
+    assert len(seconds) > 1 and seconds == sorted(seconds)
 
 
 def test_attention_without_a_gain_leaves_the_old_file_and_times_no_prefill(
@@ -145,7 +154,7 @@ def test_verdict_by_seconds_decides_on_the_file_and_the_exit_status(decided, tmp
     ):
         code, block = decided(attention, first_token)
         assert code == 3 and block[0].startswith(f"result: {verdict}; ")
-        assert any(figure in line for line in block[1:3])
+        assert any(figure in line for line in block[1:4])
         written = verdict == "not reliably faster"
         assert ("--speed-only" in block[0]) == written == out.exists()
         assert f"wrote {out}" in block[-2] if written else "--keep" in block[-1]
@@ -190,5 +199,7 @@ def test_flops_cost_decides_by_count(tiny_model, out, capsys):
     assert main(["search", *options(tiny_model, out, budget="0.99")]) == 3
     result, gain, *_ = last_block(capsys)
     assert result == "result: too many FLOPs to serve; try a smaller --budget"
-    assert re.fullmatch(r"  FLOPs .* 512 .* \d\.\d\d .* \(\d\.\d\dx fewer\), .* not timed", gain)
+    assert re.fullmatch(
+        r"  FLOPs .* 512 .* \d\.\d\d .* \(\d\.\d\dx fewer\), .* not timed; .*", gain
+    )
     assert not list(out.parent.iterdir())
