@@ -45,12 +45,12 @@ def gate(run: SearchRun, limits: Limits, held_out: HeldOut, *, fixed: bool) -> N
         fixed: True accepts the first budget whatever it loses.
 
     Raises:
-        Finding: no budget is proven.
+        Finding: no budget is proven, though there is something to lose.
         HeadwiseError: a loss is not finite.
     """
     first = _try(run, run.allocation, limits, held_out, ERROR * (1 if fixed else ROUNDS[0]))
     accepted = first
-    if not fixed:
+    if not fixed and not first.proof.unjudged:
         if first.proof.verdict.proven:
             accepted = _cheaper(run, first, limits, held_out)
         else:
@@ -102,7 +102,7 @@ def _raised(run: SearchRun, last: Round, limits: Limits, held_out: HeldOut) -> R
                 f"{heads.share(last.allocation.cost):.3f} to {heads.describe(allocation.cost)}"
             )
         last = _try(run, allocation, limits, held_out, ERROR * spending)
-        if last.proof.verdict.proven:
+        if last.proof.verdict.proven or last.proof.unjudged:
             return last
     raise Finding(
         f"not proven: {last.proof.verdict.why}, with {heads.describe(last.allocation.cost)} "

@@ -59,12 +59,15 @@ class Proof:
         verdict: bounds and limits.
         fault: the first loss that exceeds a limit; None where none does.
         ratios: by kind, the measured loss in multiples of its limit.
+        unjudged: True if dense attention answers nothing correctly, so that there is nothing to
+            lose, and all other losses are proven.
     """
 
     losses: tuple[ContextLoss, ...]
     verdict: Verdict
     fault: str | None
     ratios: dict[Kind, float]
+    unjudged: bool = False
 
 
 def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
@@ -78,6 +81,7 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
     losses: dict[Kind, list[ContextLoss]] = {kind: [] for kind in KINDS}
     bounds: dict[Kind, Interval] = {}
     proven: set[Kind] = set()
+    unjudged: str | None = None
     fault = None
     measured = 0
     for look, contexts in enumerate(LOOKS):
@@ -95,6 +99,13 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
             is_within = bounds[kind].high <= limit_of(kind, limits)
             if is_within and counted(losses[kind]) <= limits.max_lost:
                 proven.add(kind)
+            elif kind == "answer" and not any(each.dense_right for each in losses[kind]):
+                questions = sum(each.answers for each in losses[kind])
+                unjudged = (
+                    f"dense attention answers none of {questions:,} questions correctly, so "
+                    "nothing shows what is lost: take a --task that it can answer, or a shorter --length"
+                )
+                proven.add(kind)
             fault = limits.exceeded(task_figures(list(chain.from_iterable(losses.values()))))
             # One look of few contexts says little of a loss near the limit; two say enough.
             if fault is None and look and kind not in proven:
@@ -102,7 +113,7 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
         measured = contexts
         if fault is not None or proven == set(KINDS):
             break
-    why = fault
+    why = fault or unjudged
     if why is None and proven != set(KINDS):
         why = _open(bounds, losses, limits, error, [kind for kind in KINDS if kind not in proven])
     ratios = {kind: each.value / limit_of(kind, limits) for kind, each in bounds.items()}
@@ -111,6 +122,7 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
         verdict=_verdict(bounds, limits, why),
         fault=fault,
         ratios=ratios,
+        unjudged=unjudged is not None and fault is None and proven == set(KINDS),
     )
 
 

@@ -204,3 +204,16 @@ def test_small_loss_is_mostly_proven():
     rng = np.random.default_rng(1)
     rates = 0.02 * 49, 0.98 * 49
     assert simulated(lambda: rng.binomial(75, rng.beta(*rates, 16)), 75, 300) > 0.75
+
+
+def test_model_that_answers_nothing_is_unjudged():
+    nothing = [
+        replace(context, dense_right=0, clear=0.4, fall=0.0) for context in answers([0.0] * 16)
+    ]
+    contexts = Contexts(nothing, windows(steady(0.005, 0.001)))
+    proof = contexts.prove()
+    assert proof.unjudged and not proof.verdict.proven and proof.fault is None
+    assert contexts.taken == [("text", 4, 4), ("answer", 4, 4)]
+    assert proof.verdict.why.startswith("dense attention answers none of 400 questions correctly")
+    # A text that is not proven is another matter.
+    assert not Contexts(nothing, windows(steady(0.14, 0.01))).prove().unjudged
