@@ -103,7 +103,8 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
                 questions = sum(each.answers for each in losses[kind])
                 unjudged = (
                     f"dense attention answers none of {questions:,} questions correctly, so "
-                    "nothing shows what is lost: take a --task that it can answer, or a shorter --length"
+                    "nothing shows what is lost: take a --task that it can answer, or a shorter "
+                    "--length"
                 )
                 proven.add(kind)
             fault = limits.exceeded(task_figures(list(chain.from_iterable(losses.values()))))

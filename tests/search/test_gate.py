@@ -244,7 +244,8 @@ def test_gate_fails_on_lost_answers_even_if_means_pass(model, unseen, tmp_path):
     length = 1024
     out = tmp_path / "cfg.yaml"
     arguments = f"--length {length} --cost flops --budget 0.5 --no-picture"
-    assert main(["search", "--model", model, "--out", str(out), *arguments.split()]) == 0
+    # A budget that was asked for is written, proven or not.
+    assert main(["search", "--model", model, "--out", str(out), *arguments.split()]) in (0, 3)
     record = tmp_path / "record.json"
     code = main(["gate", str(out), "--model", model, "--json", str(record)])
     # So few answers may prove nothing.
