@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from artifacts import HeadwiseError
+from artifacts.errors import one_line
 from artifacts.schema.search import FrontierPoint
 from profiling.pictures.drawing import LINES, MARK, new_figure
 from profiling.pictures.registry import Drawing, Source, picture
@@ -28,9 +29,11 @@ def frontier(source: Source) -> Iterator[Drawing]:
     shown = [point for point in points if point.lost is not None]
     tokens = f"{search.calibration.length:,} tokens"
     caption = (
-        f"{artifact.model.name}, {tokens}, on {search.device}. Bars end at the upper bound at 95% "
-        "confidence. Predicted points are scaled from the measured one."
+        f"{one_line(artifact.model.name)}, {tokens}, on {one_line(search.device)}. Bars end at the "
+        "upper bound at 95% confidence. Predicted points are scaled from the measured one."
     )
+    # The name is no formula.
+    caption = caption.replace("$", r"\$")
     yield Drawing(
         name="frontier",
         figure=frontier_figure(shown or list(points), search.spent, caption),

@@ -208,7 +208,7 @@ def scored(tmp_path):
 @pytest.mark.usefixtures("sketched")
 def test_plot_writes_a_row_per_head(scored, tmp_path):
     for out, stem in (("x", "x"), ("y.png", "y"), ("model-1.5", "model-1.5")):
-        paths = plot.draw(plot.Config(config=scored, out=tmp_path / out))
+        paths = plot.draw(plot.Config(config=scored, out=tmp_path / out, picture="patterns"))
         assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
     png, svg, table = paths
     assert png.is_file() and svg.is_file()
@@ -268,9 +268,10 @@ def test_plot_names_a_head_without_candidates(scored, tmp_path):
     assert not list(tmp_path.glob("head.*"))
 
 
-def test_plot_escapes_formulas_and_control_characters(scored, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["patterns", "frontier"])
+def test_plot_escapes_formulas_and_control_characters(name, scored, tmp_path, capsys):
     stem = tmp_path / "map\x1b[2J"
-    assert main(["plot", str(scored), "--out", str(stem)]) == 0
+    assert main(["plot", str(scored), "--picture", name, "--out", str(stem)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")]
     assert "\x1b" not in stem.with_name(f"{stem.name}.svg").read_text()
