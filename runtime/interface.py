@@ -1,4 +1,4 @@
-"""Whether a module's forward reaches transformers' attention interface, read from its code.
+"""Reads from a module's code if its forward reaches transformers' attention interface.
 
 A forward is followed through what it calls: methods of its class and attributes of its instance,
 functions in closures and in functools.partial, objects that are called. Code that was put in place
@@ -136,7 +136,7 @@ def _held(holder: Any, cls: type[nn.Module]) -> Iterator[Any]:
 
 
 def _named(function: FunctionType, cls: type[nn.Module], own: Mapping[str, Any]) -> Iterator[Any]:
-    """What a function's code names: methods, attributes of the instance, other functions."""
+    """Names in a function's code: methods, attributes of the instance, other functions."""
     names = _names(function.__code__)
     inherited = "super" in names
     for name in names - {"forward"}:

@@ -27,9 +27,12 @@ def frontier(source: Source) -> Iterator[Drawing]:
             "patterns draws its patterns"
         )
     shown = [point for point in points if point.lost is not None]
+    device = search.device
+    if search.cost is not None:
+        device = search.cost.device
     tokens = f"{search.calibration.length:,} tokens"
     caption = (
-        f"{one_line(artifact.model.name)}, {tokens}, on {one_line(search.device)}. Bars end at the "
+        f"{one_line(artifact.model.name)}, {tokens}, on {one_line(device)}. Bars end at the "
         "upper bound at 95% confidence. Predicted points are scaled from the measured one."
     )
     # The name is no formula.

@@ -112,9 +112,9 @@ def _raised(run: SearchRun, last: Round, limits: Limits, held_out: HeldOut) -> R
 
 
 def _factors(proof: Proof) -> dict[Kind, float]:
-    """How far the predicted loss of each kind has to fall after a proof failed.
+    """Factors by which the predicted loss of each kind has to fall after a failed proof.
 
-    Where the losses are within their limits by chance alone they fall by half.
+    Losses that are below their limits, but not proven, have to fall by half.
     """
     factors = {}
     for kind, ratio in proof.ratios.items():

@@ -180,7 +180,7 @@ def counted(losses: Sequence[ContextLoss]) -> float:
 
 
 def _hopeless(kind: Kind, interval: Interval, limits: Limits) -> str | None:
-    """Why more contexts would hardly prove a kind: the measured loss is above the limit."""
+    """Describe a measured loss above its limit, which more contexts would hardly prove; else None."""
     if interval.value <= limit_of(kind, limits):
         return None
     if kind == "text":
@@ -201,7 +201,7 @@ def _open(
     error: float,
     kinds: Sequence[Kind],
 ) -> str:
-    """Why the last look proves nothing, and how many contexts would."""
+    """Describe the bound that the last look leaves open, and the contexts that would prove it."""
     kind = kinds[0]
     interval = bounds[kind]
     limit = limit_of(kind, limits)
