@@ -180,7 +180,7 @@ def counted(losses: Sequence[ContextLoss]) -> float:
 
 
 def _hopeless(kind: Kind, interval: Interval, limits: Limits) -> str | None:
-    """Describe a measured loss above its limit, which more contexts would hardly prove; else None."""
+    """Describe a measured loss above its limit; None where more contexts may prove it."""
     if interval.value <= limit_of(kind, limits):
         return None
     if kind == "text":
