@@ -150,8 +150,8 @@ def lost_fraction(contexts: Sequence[ContextLoss], confidence: float) -> Interva
     """The fraction of dense attention's correct answers that is lost, with its interval.
 
     At a near tie an answer turns from right to wrong by chance, so it counts in part: each token by
-    Phi(m / 0.5), where m is its logit less the highest of the others. Counts of right answers say
-    the same on average, with an interval twice as wide (docs/internals.md).
+    Phi(m / 0.5), where m is its logit less the highest of the others. Where a
+    model answers few questions the interval is half as wide as that of counts (docs/internals.md).
 
     Args:
         contexts: with answers, one of each sequence.
