@@ -56,12 +56,13 @@ gpu:
 docs: $(VENV)/.installed $(DOCS_VENV)/.installed
 	$(BIN)/python -m headwise.command_page docs/commands.md
 	rm -rf build/docs && mkdir -p build && cp -r docs build/docs
-	cp -r notebooks CHANGELOG.md CONTRIBUTING.md SECURITY.md build/docs
+	cp README.md build/docs/index.md
+	cp -r notebooks CHANGELOG.md CONTRIBUTING.md SECURITY.md CITATION.cff build/docs
 	mkdir build/docs/examples && cp examples/*.yaml build/docs/examples
 	$(BIN)/python -m headwise schema --out build/schema.json
 	$(DOCS_VENV)/bin/jsonschema2md build/schema.json build/fields.md
 	sed 's/^#/##/' build/fields.md >> build/docs/schema.md
-	sed -i 's#](\.\./#](#g; s#](docs/#](#g' build/docs/*.md
+	sed -i 's#](\.\./README\.md#](index.md#g; s#](\.\./#](#g; s#](docs/#](#g' build/docs/*.md
 	sed -i 's#](\.\./docs/#](../#g' build/docs/notebooks/*.ipynb
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
 	@echo "to read and search it: $(PYTHON) -m http.server --directory build/site"

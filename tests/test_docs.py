@@ -76,9 +76,8 @@ def test_first_token_table_is_made_from_the_result_files():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert CHART["with_table"](readme, rows) == readme
     assert readme.count("| tokens | model | processor |") == 1
-    for name in ("index.md", "results.md"):
-        text = (DOCS / name).read_text(encoding="utf-8")
-        assert text.count('--8<-- "first_token.md"') == 1
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    assert text.count('--8<-- "first_token.md"') == 1
 
 
 def test_version_is_the_same_everywhere():
