@@ -3,7 +3,8 @@
     python benchmarks/vllm_ttft.py cfg.yaml --model MODEL --length 8191
 
 Three engines are asked for tokens after the same random prompts: vLLM's own attention, Headwise's
-kernel over every key, and the artifact; docs/vllm.md has figures."""
+kernel over every key, and the artifact; docs/vllm.md has figures. With `--cached` the prompts
+share a prefix, which vLLM's prefix cache keeps."""
 
 from __future__ import annotations
 
@@ -42,6 +43,7 @@ class Config:
     file: Path
     model: str
     length: int
+    cached: int
     tokens: int
     repeats: int
     seed: int
@@ -59,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
     )
     # The token that is generated takes the last of 8,192 positions.
     p.add_argument("--length", type=int, default=8191, help="tokens of a prompt (default 8191)")
+    p.add_argument(
+        "--cached",
+        type=int,
+        default=0,
+        help="tokens of a prefix that all prompts share, before their own --length (default 0)",
+    )
     p.add_argument("--tokens", type=int, default=1, help="tokens to generate (default 1)")
     p.add_argument("--repeats", type=int, default=5, help="prompts for each engine (default 5)")
     p.add_argument(
@@ -92,8 +100,10 @@ def run(config: Config) -> str:
         engines = {
             way: stack.enter_context(_Engine(config, plugin)) for way, plugin in ways.items()
         }
+        vocabulary = engines[MODEL].vocabulary
+        prefix = [generator.randrange(vocabulary) for _ in range(config.cached)]
         for turn in range(config.repeats + 1):
-            prompt = [generator.randrange(engines[MODEL].vocabulary) for _ in range(config.length)]
+            prompt = prefix + [generator.randrange(vocabulary) for _ in range(config.length)]
             for way, engine in engines.items():
                 taken = engine.ask(prompt)
                 # The first prompt warms all of them up.
@@ -133,6 +143,7 @@ def _report(config: Config, seconds: dict[str, list[list[float]]], served: dict[
     record = {
         "model": config.model,
         "length": config.length,
+        "cached": config.cached,
         "tokens": config.tokens,
         "engine": config.engine,
     }
@@ -225,12 +236,14 @@ def _serve(parent: Connection, config: Config, plugin: dict[str, Any] | None) ->
     keep_freed_memory()
 
     settings: dict[str, Any] = {
-        "max_num_batched_tokens": config.length,
-        "max_model_len": config.length + config.tokens,
+        # The first prompt computes its prefix, too.
+        "max_num_batched_tokens": config.cached + config.length,
+        "max_model_len": config.cached + config.length + config.tokens,
     }
     # Of the memory, which three engines share.
     settings["gpu_memory_utilization"] = 0.25
-    settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
+    settings |= {"enable_prefix_caching": config.cached > 0, "enforce_eager": True}
+    settings |= config.engine
     if plugin is not None:
         others = settings.get("additional_config", {})
         settings["additional_config"] = others | {"headwise": plugin}

@@ -19,12 +19,15 @@ ROOT = Path(__file__).parents[1]
 # kvpress.py starts kvpress_worker.py in a separate environment.
 # openvino_export.py is a part of openvino.py.
 SCRIPT_NAMES = (
+    "answer_statistics.py",
     "chart.py",
     "cpu_engines.py",
+    "gate_errors.py",
     "gpu/run.py",
     "kvpress.py",
     "models/fetch.py",
     "openvino.py",
+    "prefix_reuse.py",
     "vllm_server.py",
     "vllm_ttft.py",
 )
