@@ -18,6 +18,7 @@ import argparse
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from openvino_export import exported
+from openvino_export import exported, narrow
 from openvino_record import DENSE, OPENVINO, XATTENTION, LogP, Record, table
 
 from artifacts import Artifact, HeadwiseError, load_pair
@@ -215,13 +216,21 @@ class _Torch:
         return DynamicCache(config=text_config(self.model))
 
 
+@dataclass(frozen=True)
+class _Graph:
+    """An export, and the number of each token in it where they are not the model's own."""
+
+    folder: Path
+    numbers: Mapping[int, int] | None = None
+
+
 class _OpenVINO:
     """OpenVINO GenAI's pipeline: a prompt in one batch, as many threads as torch has."""
 
     def __init__(
-        self, options: argparse.Namespace, model: Any, folder: Path, threshold: float | None
+        self, options: argparse.Namespace, model: Any, graph: _Graph, threshold: float | None
     ) -> None:
-        """Load the graph; with a threshold XAttention serves prefills."""
+        """Load a graph; with a threshold XAttention serves prefills."""
         import openvino_genai as genai
 
         of = text_config(model)
@@ -247,12 +256,13 @@ class _OpenVINO:
         if options.dtype == "float32":
             settings |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
         self._pipeline = genai.ContinuousBatchingPipeline(
-            str(folder), scheduler, "CPU", settings, {}
+            str(graph.folder), scheduler, "CPU", settings, {}
         )
+        self._numbers = graph.numbers
 
     def seconds(self, request: Request) -> float:
         """Seconds to the first token."""
-        result = self._pipeline.generate([_tensor(request.ids)], [_generation(1)])[0]
+        result = self._pipeline.generate([self._tensor(request.ids)], [_generation(1)])[0]
         return float(result.perf_metrics.get_ttft().mean) / 1e3
 
     def log_p(self, request: Request) -> LogP:
@@ -264,7 +274,7 @@ class _OpenVINO:
         generation = _generation(max(1, len(request.after)))
         generation.logprobs = 1
         generation.echo = not request.after
-        handle = self._pipeline.add_request(0, _tensor(request.ids), generation)
+        handle = self._pipeline.add_request(0, self._tensor(request.ids), generation)
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
         (output,) = handle.read_all()
@@ -272,15 +282,25 @@ class _OpenVINO:
         if not request.after:
             return request.least([log_probs[at + 1] for at in request.before])
         tokens = zip(output.generated_ids, log_probs, strict=True)
-        pairs = zip(request.after, tokens, strict=True)
-        return request.least([p if token == right else None for right, (token, p) in pairs])
+        pairs = zip(self._numbered(request.after), tokens, strict=True)
+        log_p: list[float | None] = []
+        for right, (token, value) in pairs:
+            # Behind a wrong token nothing is known.
+            if token != right or None in log_p:
+                value = None
+            log_p.append(value)
+        return request.least(log_p)
 
+    def _tensor(self, ids: Ids) -> Any:
+        import numpy as np
+        import openvino
 
-def _tensor(ids: Ids) -> Any:
-    import numpy as np
-    import openvino
+        return openvino.Tensor(np.array([self._numbered(ids)], dtype=np.int64))
 
-    return openvino.Tensor(np.array([ids], dtype=np.int64))
+    def _numbered(self, ids: Ids) -> Ids:
+        if self._numbers is None:
+            return ids
+        return tuple(self._numbers[token] for token in ids)
 
 
 def _generation(tokens: int) -> Any:
@@ -291,7 +311,7 @@ def _generation(tokens: int) -> Any:
     return generation
 
 
-_Methods = Mapping[str, Callable[[], _Torch | _OpenVINO]]
+_Methods = Mapping[str, Callable[[_Graph], _Torch | _OpenVINO]]
 
 
 def run(options: argparse.Namespace) -> Record:
@@ -325,14 +345,19 @@ def run(options: argparse.Namespace) -> Record:
                 "answers": len(request.answers),
             },
         )
-    methods = _methods(options, loaded, served, exported(options.model, weights=weights))
-    _measure_accuracy(record, methods, requests)
+    folder = exported(options.model, weights=weights)
+    methods = _methods(options, loaded.model, served)
+    with tempfile.TemporaryDirectory(prefix="headwise-openvino-") as scratch:
+        ids = sorted({token for each in requests for token in each.ids + each.after})
+        narrow(folder, ids, Path(scratch))
+        numbers = {token: number for number, token in enumerate(ids)}
+        _measure_accuracy(record, methods, requests, _Graph(Path(scratch), numbers))
     timed = [
         request
         for task in dict.fromkeys(each.task for each in requests)
         for request in [each for each in requests if each.task == task][: options.timed]
     ]
-    _measure_seconds(record, methods, timed)
+    _measure_seconds(record, methods, timed, _Graph(folder))
     return record
 
 
@@ -446,32 +471,32 @@ def _header(options: argparse.Namespace, weights: str) -> dict[str, Any]:
 
 
 def _methods(
-    options: argparse.Namespace,
-    loaded: LoadedModel,
-    served: Mapping[str, LoadedArtifact],
-    folder: Path,
+    options: argparse.Namespace, model: Any, served: Mapping[str, LoadedArtifact]
 ) -> _Methods:
     """Makers of the methods, dense ones of both engines first."""
-    model = loaded.model
 
-    def apply(artifact: LoadedArtifact) -> AbstractContextManager[object]:
-        return artifact.apply(model, check_weights=False, strict=True)
+    def of_torch(enter: Callable[[], AbstractContextManager[object]]) -> Any:
+        return lambda _: _Torch(model, enter)
 
-    methods: dict[str, Callable[[], _Torch | _OpenVINO]] = {
-        MODEL: lambda: _Torch(model, lambda: dense(model, MODEL)),
-        OPENVINO: lambda: _OpenVINO(options, model, folder, None),
-        KERNEL: lambda: _Torch(model, lambda: dense(model, KERNEL)),
+    def of_artifact(artifact: LoadedArtifact) -> Any:
+        return of_torch(lambda: artifact.apply(model, check_weights=False, strict=True))
+
+    def of_openvino(threshold: float | None) -> Any:
+        return lambda graph: _OpenVINO(options, model, graph, threshold)
+
+    methods = {
+        MODEL: of_torch(lambda: dense(model, MODEL)),
+        OPENVINO: of_openvino(None),
+        KERNEL: of_torch(lambda: dense(model, KERNEL)),
     }
-    for name, artifact in served.items():
-        methods[name] = lambda artifact=artifact: _Torch(model, lambda: apply(artifact))
-    for each in options.thresholds:
-        methods[f"{XATTENTION}_{each:g}"] = lambda each=each: _OpenVINO(
-            options, model, folder, each
-        )
+    methods |= {name: of_artifact(artifact) for name, artifact in served.items()}
+    methods |= {f"{XATTENTION}_{each:g}": of_openvino(each) for each in options.thresholds}
     return {name: make for name, make in methods.items() if name not in options.without}
 
 
-def _measure_accuracy(record: Record, methods: _Methods, requests: list[Request]) -> None:
+def _measure_accuracy(
+    record: Record, methods: _Methods, requests: list[Request], graph: _Graph
+) -> None:
     """Method by method, so that one pipeline at a time is in memory."""
     with phase("accuracy", len(methods) * len(requests), "prompts") as shown:
         for name, make in methods.items():
@@ -479,33 +504,34 @@ def _measure_accuracy(record: Record, methods: _Methods, requests: list[Request]
             shown.skip(len(requests) - len(left))
             if not left:
                 continue
-            method = make()
+            method = make(graph)
             for request in left:
                 shown.note(f"{name}, {request.task}")
                 record.put(request.digest, "log_p", name, method.log_p(request))
                 shown.update()
 
 
-def _measure_seconds(record: Record, methods: _Methods, requests: list[Request]) -> None:
+def _measure_seconds(
+    record: Record, methods: _Methods, requests: list[Request], graph: _Graph
+) -> None:
     """Prompt by prompt, each by all methods in turn, after one prompt that is not measured."""
-    left = [
-        (request, [name for name in methods if name not in measured])
+    left = {
+        request: [name for name in methods if name not in record.prompts[request.digest]["seconds"]]
         for request in requests
-        if (measured := record.prompts[request.digest]["seconds"]).keys() < methods.keys()
-        or not methods.keys() <= measured.keys()
-    ]
-    if not left:
+    }
+    count = sum(map(len, left.values()))
+    if not count:
         return
     record.check_machine()
-    count = sum(len(names) for _, names in left)
-    with phase("first token", len(requests) * len(methods), "prompts") as shown:
-        shown.skip(len(requests) * len(methods) - count)
-        needed = [name for name in methods if any(name in names for _, names in left)]
-        made = {name: methods[name]() for name in needed}
+    total = len(requests) * len(methods)
+    with phase("first token", total, "prompts") as shown:
+        shown.skip(total - count)
+        needed = [name for name in methods if any(name in names for names in left.values())]
+        made = {name: methods[name](graph) for name in needed}
         for name, method in made.items():
-            shown.note(f"{name}, warm-up")
-            method.seconds(left[0][0])
-        for request, names in left:
+            shown.note(f"{name}, not measured")
+            method.seconds(requests[-1])
+        for request, names in left.items():
             for name in names:
                 shown.note(f"{name}, {request.task}")
                 seconds = round(made[name].seconds(request), 4)

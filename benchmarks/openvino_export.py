@@ -9,6 +9,7 @@ Shapes: B batch, S new tokens, P past tokens, G KV heads, D head dim.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,8 @@ _FILE = "openvino_model.xml"
 # The new and the past tokens of the example that is traced: both sizes stay free.
 _NEW = 3
 _PAST = 5
+# Columns of the vocabulary whose logits are computed at a time where they are not returned.
+_COLUMNS = 8192
 
 
 def exported(spec: str, *, weights: str, revision: str | None = None) -> Path:
@@ -79,6 +82,60 @@ def export(loaded: LoadedModel, folder: Path) -> None:
     _make_stateful(graph, layers, (heads, dim))
     openvino.save_model(graph, folder / _FILE, compress_to_fp16=True)
     config.save_pretrained(folder)
+
+
+def narrow(folder: Path, ids: Sequence[int], target: Path) -> None:
+    """Write an exported graph with a vocabulary of K tokens, for the log-probabilities of prompts.
+
+    Logits of all tokens of a long prompt fit then into memory. Token k of the new graph is ids[k];
+    one more has the probability of all others. Softmax over both is the model's own.
+    """
+    import numpy as np
+    import openvino
+    from openvino import opset13 as ops
+
+    graph = openvino.Core().read_model(folder / _FILE)
+    tokens = graph.input("input_ids")
+    users = tokens.get_target_inputs()
+    table = ops.constant(np.array([*ids, ids[0]], dtype=np.int64))
+    embedded = ops.gather(table, tokens, ops.constant(0))
+    for user in users:
+        user.replace_source_output(embedded.output(0))
+    result = graph.output("logits").get_node()
+    head = result.input_value(0).get_node()
+    hidden, weight = head.input_values()
+    if head.get_type_name() != "MatMul" or not head.get_attributes()["transpose_b"]:
+        raise HeadwiseError(
+            f"cannot measure {folder.name} by OpenVINO: its logits are not the product of hidden "
+            "states and weights"
+        )
+    size = weight.get_partial_shape()[0].get_length()
+
+    def logits(rows: Any) -> Any:
+        return ops.matmul(hidden, rows, False, True)
+
+    last = ops.constant(np.array([-1]))
+    highest, sums = [], []
+    for start in range(0, size, _COLUMNS):
+        bounds = [[start], [min(start + _COLUMNS, size)], [1], [0]]
+        part = logits(ops.slice(weight, *(ops.constant(np.array(each)) for each in bounds)))
+        highest.append(ops.reduce_max(part, last, keep_dims=True))
+        sums.append(ops.reduce_sum(ops.exp(ops.subtract(part, highest[-1])), last, keep_dims=True))
+    tops = ops.concat(highest, -1)
+    top = ops.reduce_max(tops, last, keep_dims=True)
+    scaled = ops.multiply(ops.concat(sums, -1), ops.exp(ops.subtract(tops, top)))
+    total = ops.add(top, ops.log(ops.reduce_sum(scaled, last, keep_dims=True)))
+    chosen = ops.gather(weight, ops.constant(np.array(ids, dtype=np.int64)), ops.constant(0))
+    log_p = ops.subtract(logits(chosen), total)
+    known = ops.reduce_sum(ops.exp(log_p), last, keep_dims=True)
+    one, least = (ops.constant(np.array(value, dtype=np.float32)) for value in (1, 1e-7))
+    rest = ops.log(ops.maximum(ops.subtract(one, known), least))
+    narrowed = ops.concat([log_p, rest], -1)
+    result.input(0).replace_source_output(narrowed.output(0))
+    narrowed.output(0).get_tensor().set_names({"logits"})
+    graph.validate_nodes_and_infer_types()
+    openvino.save_model(graph, target / _FILE, compress_to_fp16=True)
+    shutil.copy(folder / "config.json", target)
 
 
 class _Held:
