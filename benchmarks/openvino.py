@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from openvino_export import exported, narrow
+from openvino_export import exported, mark
 from openvino_record import DENSE, OPENVINO, XATTENTION, LogP, Record, table
 
 from artifacts import Artifact, HeadwiseError, load_pair
@@ -216,91 +216,111 @@ class _Torch:
         return DynamicCache(config=text_config(self.model))
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """An export, and the number of each token in it where they are not the model's own."""
+@dataclass(frozen=True, kw_only=True)
+class _Graphs:
+    """The export, and the one of openvino_export.mark with its tokens' numbers."""
 
-    folder: Path
-    numbers: Mapping[int, int] | None = None
+    plain: Path
+    marked: Path
+    numbers: Mapping[int, int]
 
 
 class _OpenVINO:
     """OpenVINO GenAI's pipeline: a prompt in one batch, as many threads as torch has."""
 
     def __init__(
-        self, options: argparse.Namespace, model: Any, graph: _Graph, threshold: float | None
+        self, options: argparse.Namespace, model: Any, graphs: _Graphs, threshold: float | None
     ) -> None:
-        """Load a graph; with a threshold XAttention serves prefills."""
+        """Prepare; with a threshold XAttention serves prefills."""
+        self._options = options
+        self._model = model
+        self._graphs = graphs
+        self._threshold = threshold
+        self._loaded: tuple[Path, Any] | None = None
+
+    def _pipeline(self, folder: Path) -> Any:
+        """The pipeline of a graph; one at a time is held."""
+        if self._loaded is None or self._loaded[0] != folder:
+            self._loaded = None
+            self._loaded = folder, self._load(folder)
+        return self._loaded[1]
+
+    def _load(self, folder: Path) -> Any:
         import openvino_genai as genai
 
-        of = text_config(model)
+        of = text_config(self._model)
+        tokens = self._options.length + 256
         scheduler = genai.SchedulerConfig()
         # XAttention cannot serve the end of a prompt densely: on a CPU its option
         # num_last_dense_tokens_in_prefill spoils all chunks but the last, which stays sparse, and
         # has no effect on a prompt in one batch.
-        scheduler.max_num_batched_tokens = options.length + 256
+        scheduler.max_num_batched_tokens = tokens
         scheduler.enable_prefix_caching = False
         dim = getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
         # In GiB; keys and values of at most 4 bytes, and room for as much again.
-        held = 2 * 4 * of.num_hidden_layers * of.num_key_value_heads * dim * (options.length + 256)
+        held = 2 * 4 * of.num_hidden_layers * of.num_key_value_heads * dim * tokens
         scheduler.cache_size = math.ceil(2 * held / 2**30)
-        if threshold is not None:
+        if self._threshold is not None:
             scheduler.use_sparse_attention = True
             scheduler.sparse_attention_config = genai.SparseAttentionConfig(
                 mode=genai.SparseAttentionMode.XATTENTION,
-                xattention_threshold=threshold,
-                xattention_block_size=options.block,
-                xattention_stride=options.stride,
+                xattention_threshold=self._threshold,
+                xattention_block_size=self._options.block,
+                xattention_stride=self._options.stride,
             )
         settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
-        if options.dtype == "float32":
+        if self._options.dtype == "float32":
             settings |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-        self._pipeline = genai.ContinuousBatchingPipeline(
-            str(graph.folder), scheduler, "CPU", settings, {}
-        )
-        self._numbers = graph.numbers
+        return genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", settings, {})
 
     def seconds(self, request: Request) -> float:
         """Seconds to the first token."""
-        result = self._pipeline.generate([self._tensor(request.ids)], [_generation(1)])[0]
+        pipeline = self._pipeline(self._graphs.plain)
+        result = pipeline.generate([_tensor(request.ids)], [_generation(1)])[0]
         return float(result.perf_metrics.get_ttft().mean) / 1e3
 
     def log_p(self, request: Request) -> LogP:
-        """See openvino_record.LogP.
-
-        Of answers in the prompt by `echo`, which computes the logits of all its tokens. An answer
-        after it is generated: a token with p > 0.5 is the likeliest.
-        """
-        generation = _generation(max(1, len(request.after)))
+        """See openvino_record.LogP."""
+        if request.after:
+            return self._generated(request)
+        numbers = self._graphs.numbers
+        ids = [numbers[token] for token in request.ids]
+        for at in request.before:
+            ids[at] += len(numbers)
+        generation = _generation(1)
         generation.logprobs = 1
-        generation.echo = not request.after
-        handle = self._pipeline.add_request(0, self._tensor(request.ids), generation)
-        while self._pipeline.has_non_finished_requests():
-            self._pipeline.step()
-        (output,) = handle.read_all()
-        log_probs = list(output.generated_log_probs)
-        if not request.after:
-            return request.least([log_probs[at + 1] for at in request.before])
-        tokens = zip(output.generated_ids, log_probs, strict=True)
-        pairs = zip(self._numbered(request.after), tokens, strict=True)
+        generation.echo = True
+        output = _output(self._pipeline(self._graphs.marked), ids, generation)
+        # See openvino_export.mark for the half.
+        log_p = [value + math.log(2) for value in output.generated_log_probs]
+        return request.least([log_p[at + 1] for at in request.before])
+
+    def _generated(self, request: Request) -> LogP:
+        """log p of an answer after the prompt; a token with p > 0.5 is the likeliest."""
+        generation = _generation(len(request.after))
+        generation.logprobs = 1
+        output = _output(self._pipeline(self._graphs.plain), request.ids, generation)
+        tokens = zip(output.generated_ids, output.generated_log_probs, strict=True)
         log_p: list[float | None] = []
-        for right, (token, value) in pairs:
-            # Behind a wrong token nothing is known.
-            if token != right or None in log_p:
-                value = None
-            log_p.append(value)
+        for right, (token, value) in zip(request.after, tokens, strict=True):
+            # After a wrong token nothing is known.
+            known = token == right and None not in log_p
+            log_p.append(value if known else None)
         return request.least(log_p)
 
-    def _tensor(self, ids: Ids) -> Any:
-        import numpy as np
-        import openvino
 
-        return openvino.Tensor(np.array([self._numbered(ids)], dtype=np.int64))
+def _output(pipeline: Any, ids: Sequence[int], generation: Any) -> Any:
+    handle = pipeline.add_request(0, _tensor(ids), generation)
+    while pipeline.has_non_finished_requests():
+        pipeline.step()
+    return handle.read_all()[0]
 
-    def _numbered(self, ids: Ids) -> Ids:
-        if self._numbers is None:
-            return ids
-        return tuple(self._numbers[token] for token in ids)
+
+def _tensor(ids: Sequence[int]) -> Any:
+    import numpy as np
+    import openvino
+
+    return openvino.Tensor(np.array([ids], dtype=np.int64))
 
 
 def _generation(tokens: int) -> Any:
@@ -311,7 +331,7 @@ def _generation(tokens: int) -> Any:
     return generation
 
 
-_Methods = Mapping[str, Callable[[_Graph], _Torch | _OpenVINO]]
+_Methods = Mapping[str, Callable[[_Graphs], _Torch | _OpenVINO]]
 
 
 def run(options: argparse.Namespace) -> Record:
@@ -347,17 +367,18 @@ def run(options: argparse.Namespace) -> Record:
         )
     folder = exported(options.model, weights=weights)
     methods = _methods(options, loaded.model, served)
-    with tempfile.TemporaryDirectory(prefix="headwise-openvino-") as scratch:
-        ids = sorted({token for each in requests for token in each.ids + each.after})
-        narrow(folder, ids, Path(scratch))
-        numbers = {token: number for number, token in enumerate(ids)}
-        _measure_accuracy(record, methods, requests, _Graph(Path(scratch), numbers))
+    ids = sorted({token for each in requests for token in each.ids})
+    numbers = {token: number for number, token in enumerate(ids)}
     timed = [
         request
         for task in dict.fromkeys(each.task for each in requests)
         for request in [each for each in requests if each.task == task][: options.timed]
     ]
-    _measure_seconds(record, methods, timed, _Graph(folder))
+    with tempfile.TemporaryDirectory(prefix="headwise-openvino-") as scratch:
+        mark(folder, ids, Path(scratch))
+        graphs = _Graphs(plain=folder, marked=Path(scratch), numbers=numbers)
+        _measure_accuracy(record, methods, requests, graphs)
+        _measure_seconds(record, methods, timed, graphs)
     return record
 
 
@@ -482,7 +503,7 @@ def _methods(
         return of_torch(lambda: artifact.apply(model, check_weights=False, strict=True))
 
     def of_openvino(threshold: float | None) -> Any:
-        return lambda graph: _OpenVINO(options, model, graph, threshold)
+        return lambda graphs: _OpenVINO(options, model, graphs, threshold)
 
     methods = {
         MODEL: of_torch(lambda: dense(model, MODEL)),
@@ -495,7 +516,7 @@ def _methods(
 
 
 def _measure_accuracy(
-    record: Record, methods: _Methods, requests: list[Request], graph: _Graph
+    record: Record, methods: _Methods, requests: list[Request], graphs: _Graphs
 ) -> None:
     """Method by method, so that one pipeline at a time is in memory."""
     with phase("accuracy", len(methods) * len(requests), "prompts") as shown:
@@ -504,7 +525,7 @@ def _measure_accuracy(
             shown.skip(len(requests) - len(left))
             if not left:
                 continue
-            method = make(graph)
+            method = make(graphs)
             for request in left:
                 shown.note(f"{name}, {request.task}")
                 record.put(request.digest, "log_p", name, method.log_p(request))
@@ -512,7 +533,7 @@ def _measure_accuracy(
 
 
 def _measure_seconds(
-    record: Record, methods: _Methods, requests: list[Request], graph: _Graph
+    record: Record, methods: _Methods, requests: list[Request], graphs: _Graphs
 ) -> None:
     """Prompt by prompt, each by all methods in turn, after one prompt that is not measured."""
     left = {
@@ -527,7 +548,7 @@ def _measure_seconds(
     with phase("first token", total, "prompts") as shown:
         shown.skip(total - count)
         needed = [name for name in methods if any(name in names for names in left.values())]
-        made = {name: methods[name](graph) for name in needed}
+        made = {name: methods[name](graphs) for name in needed}
         for name, method in made.items():
             shown.note(f"{name}, not measured")
             method.seconds(requests[-1])

@@ -28,8 +28,6 @@ _FILE = "openvino_model.xml"
 # The new and the past tokens of the example that is traced: both sizes stay free.
 _NEW = 3
 _PAST = 5
-# Columns of the vocabulary whose logits are computed at a time where they are not returned.
-_COLUMNS = 8192
 
 
 def exported(spec: str, *, weights: str, revision: str | None = None) -> Path:
@@ -84,55 +82,56 @@ def export(loaded: LoadedModel, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def narrow(folder: Path, ids: Sequence[int], target: Path) -> None:
-    """Write an exported graph with a vocabulary of K tokens, for the log-probabilities of prompts.
+def mark(folder: Path, ids: Sequence[int], target: Path) -> None:
+    """Write an exported graph that computes logits at marked tokens alone.
 
-    Logits of all tokens of a long prompt fit then into memory. Token k of the new graph is ids[k];
-    one more has the probability of all others. Softmax over both is the model's own.
+    OpenVINO GenAI's `echo` takes the logits of all tokens of a prompt, which do not fit into memory
+    where it is long. Of K ids the tokens k and K + k of the new graph are ids[k], and K + k is
+    marked. After a marked token both have half of the probability of ids[k]; one more token has
+    that of all other ids. After other tokens the logits are 0.
     """
     import numpy as np
     import openvino
     from openvino import opset13 as ops
 
+    def constant(value: Any) -> Any:
+        return ops.constant(np.array(value))
+
     graph = openvino.Core().read_model(folder / _FILE)
     tokens = graph.input("input_ids")
     users = tokens.get_target_inputs()
-    table = ops.constant(np.array([*ids, ids[0]], dtype=np.int64))
-    embedded = ops.gather(table, tokens, ops.constant(0))
+    embedded = ops.gather(constant([*ids, *ids]), tokens, constant(0))
     for user in users:
         user.replace_source_output(embedded.output(0))
     result = graph.output("logits").get_node()
     head = result.input_value(0).get_node()
-    hidden, weight = head.input_values()
     if head.get_type_name() != "MatMul" or not head.get_attributes()["transpose_b"]:
         raise HeadwiseError(
             f"cannot measure {folder.name} by OpenVINO: its logits are not the product of hidden "
             "states and weights"
         )
-    size = weight.get_partial_shape()[0].get_length()
-
-    def logits(rows: Any) -> Any:
-        return ops.matmul(hidden, rows, False, True)
-
-    last = ops.constant(np.array([-1]))
-    highest, sums = [], []
-    for start in range(0, size, _COLUMNS):
-        bounds = [[start], [min(start + _COLUMNS, size)], [1], [0]]
-        part = logits(ops.slice(weight, *(ops.constant(np.array(each)) for each in bounds)))
-        highest.append(ops.reduce_max(part, last, keep_dims=True))
-        sums.append(ops.reduce_sum(ops.exp(ops.subtract(part, highest[-1])), last, keep_dims=True))
-    tops = ops.concat(highest, -1)
-    top = ops.reduce_max(tops, last, keep_dims=True)
-    scaled = ops.multiply(ops.concat(sums, -1), ops.exp(ops.subtract(tops, top)))
-    total = ops.add(top, ops.log(ops.reduce_sum(scaled, last, keep_dims=True)))
-    chosen = ops.gather(weight, ops.constant(np.array(ids, dtype=np.int64)), ops.constant(0))
-    log_p = ops.subtract(logits(chosen), total)
-    known = ops.reduce_sum(ops.exp(log_p), last, keep_dims=True)
-    one, least = (ops.constant(np.array(value, dtype=np.float32)) for value in (1, 1e-7))
-    rest = ops.log(ops.maximum(ops.subtract(one, known), least))
-    narrowed = ops.concat([log_p, rest], -1)
-    result.input(0).replace_source_output(narrowed.output(0))
-    narrowed.output(0).get_tensor().set_names({"logits"})
+    states, weight = head.input_values()
+    last = constant([-1])
+    flat = ops.reshape(tokens, last, False)
+    at = ops.squeeze(ops.non_zero(ops.greater_equal(flat, constant(len(ids)))), constant(0))
+    size = weight.get_partial_shape()[1].get_length()
+    marked = ops.gather(ops.reshape(states, constant([-1, size]), False), at, constant(0))
+    log_p = ops.log_softmax(ops.matmul(marked, weight, False, True), -1)
+    own = ops.gather(log_p, constant(ids), constant(-1))
+    known = ops.reduce_sum(ops.exp(own), last, keep_dims=True)
+    others = ops.subtract(constant(np.float32(1)), known)
+    rest = ops.log(ops.maximum(others, constant(np.float32(1e-7))))
+    half = ops.subtract(own, constant(np.float32(np.log(2))))
+    columns = ops.concat([half, half, rest], -1)
+    width = constant([2 * len(ids) + 1])
+    zeros = ops.broadcast(
+        constant(np.float32(0)), ops.concat([ops.shape_of(flat, output_type="i64"), width], 0)
+    )
+    rows = ops.scatter_update(zeros, at, columns, constant(0))
+    shape = ops.gather(ops.shape_of(states, output_type="i64"), constant([0, 1]), constant(0))
+    logits = ops.reshape(rows, ops.concat([shape, width], 0), False)
+    result.input(0).replace_source_output(logits.output(0))
+    logits.output(0).get_tensor().set_names({"logits"})
     graph.validate_nodes_and_infer_types()
     openvino.save_model(graph, target / _FILE, compress_to_fp16=True)
     shutil.copy(folder / "config.json", target)
