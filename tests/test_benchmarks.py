@@ -22,7 +22,7 @@ from profiling.quality.sequences import TokenSequence
 
 ROOT = Path(__file__).parents[1]
 # kvpress.py starts kvpress_worker.py in a separate environment.
-# openvino_export.py and openvino_record.py are parts of openvino.py.
+# openvino_engines.py, openvino_export.py and openvino_record.py are parts of openvino.py.
 SCRIPT_NAMES = (
     "chart.py",
     "cpu_engines.py",
@@ -137,7 +137,7 @@ def openvino_script(monkeypatch):
     """The names of benchmarks/openvino.py, which needs no OpenVINO until it measures."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     yield runpy.run_path(str(ROOT / "benchmarks/openvino.py"))
-    for name in ("openvino_export", "openvino_record"):
+    for name in ("openvino_engines", "openvino_export", "openvino_record"):
         sys.modules.pop(name, None)
 
 
