@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ def run(options: argparse.Namespace) -> Record:
     Raises:
         HeadwiseError: a mistake of the user, or the engines' dense attentions do not agree.
     """
+    if find_spec("openvino_genai") is None:
+        raise HeadwiseError("OpenVINO GenAI is not there: pip install 'openvino-genai>=2026.4'")
     served, about, arrays = _artifacts(options)
     names = [*DENSE, *served, *(f"{XATTENTION}_{each:g}" for each in options.thresholds)]
     _check(options, names)
