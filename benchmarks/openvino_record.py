@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ XATTENTION = "xattention"
 # Dense baselines: a speed-up is over the fastest.
 DENSE = (MODEL, KERNEL, OPENVINO)
 # Losses are against these, where they were measured.
-_BASELINES = (MODEL, OPENVINO, HEADWISE)
+_BASELINES = (*DENSE, HEADWISE)
 _LABELS = {**LABELS, OPENVINO: "OpenVINO GenAI, dense"}
 # Dense attention of two engines in half precision differs by 0.05 at most.
 _AGREEMENT = 0.2
@@ -37,11 +37,13 @@ def is_right(log_p: float | None) -> bool:
     return log_p is not None and log_p > math.log(0.5)
 
 
-def own_dense(method: str) -> str:
-    """The dense attention of the engine that a method runs in."""
+def own_dense(method: str, measured: Container[str]) -> str:
+    """The dense attention of the engine that a method runs in, of those that were measured."""
     if method == OPENVINO or method.startswith(XATTENTION):
         return OPENVINO
-    return MODEL
+    if MODEL in measured:
+        return MODEL
+    return KERNEL
 
 
 def label(method: str) -> str:
@@ -173,9 +175,10 @@ def _json(value: Any) -> str:
 
 def check_agreement(log_p: Mapping[str, LogP], task: str) -> None:
     """Raise HeadwiseError where the dense attentions of both engines differ beyond rounding."""
-    if MODEL not in log_p or OPENVINO not in log_p:
+    own = own_dense(MODEL, log_p)
+    if own not in log_p or OPENVINO not in log_p:
         return
-    pairs = zip(log_p[MODEL], log_p[OPENVINO], strict=True)
+    pairs = zip(log_p[own], log_p[OPENVINO], strict=True)
     both = [abs(a - b) for a, b in pairs if a is not None and b is not None]
     if both and (median := statistics.median(both)) > _AGREEMENT:
         raise HeadwiseError(
@@ -250,7 +253,8 @@ def _figures(prompts: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any
     served = [prompt for prompt in prompts if method in prompt["log_p"]]
     each = []
     for prompt in served:
-        if (one := lost([prompt], method, own_dense(method))) is not None:
+        own = own_dense(method, prompt["log_p"])
+        if (one := lost([prompt], method, own)) is not None:
             each.append(one["value"])
     return {
         "seconds": _spread(seconds),
@@ -297,7 +301,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             seconds = f"{row['seconds']['median']:.3f}"
         if row["over"]:
             speed = f"{Speedup(over=row['over']).value:.2f}x"
-        losses = [row["lost"].get(name) for name in (own_dense(row["method"]), HEADWISE)]
+        own = own_dense(row["method"], {row["method"], *row["lost"]})
+        losses = [row["lost"].get(name) for name in (own, HEADWISE)]
         correct = f"{row['correct']} of {row['answers']}"
         lines.append([label(row["method"]), seconds, speed, correct, *map(_percent, losses)])
     return "\n".join(aligned(lines))

@@ -205,6 +205,22 @@ def test_openvino_losses_are_paired_by_prompt_and_of_the_baseline(openvino_recor
     assert openvino_record.lost(prompts[:1], "headwise", "dense")["low"] is None
 
 
+def test_openvino_losses_without_sdpa_are_of_the_dense_kernel(openvino_record):
+    rows = openvino_record.rows_of([_measured("a", dense_kernel="11", headwise="10")])
+    headwise = rows[-1]
+    assert headwise["lost"]["dense_kernel"]["value"] == 0.5
+    assert headwise["lost_by_prompt"]["max"] == 0.5
+    assert openvino_record.table(rows).splitlines()[-1].split()[-5:] == [
+        "1",
+        "of",
+        "2",
+        "50.0%",
+        "-",
+    ]
+    with pytest.raises(HeadwiseError, match=r"differs by 1\.90"):
+        openvino_record.check_agreement({"dense_kernel": [-0.1], "openvino": [-2.0]}, "a")
+
+
 def test_openvino_speedups_are_medians_of_ratios_by_prompt(openvino_record):
     prompts = [_measured("a", dense="1", headwise="1") for _ in range(3)]
     for prompt, dense, own in zip(prompts, (2.0, 4.0, 9.0), (1.0, 1.0, 3.0), strict=True):
