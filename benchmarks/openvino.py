@@ -1,59 +1,52 @@
-"""An artifact, both dense attentions and OpenVINO GenAI, on the same prompts.
+"""Accuracy and speed of Headwise, dense attention and OpenVINO GenAI, on the same prompts.
 
     pip install 'openvino-genai>=2026.4'
-    python benchmarks/openvino.py cfg.yaml --model smollm2 --length 8192
+    python benchmarks/openvino.py cfg.yaml --model smollm2 --length 8192 --out FILE.json
 
-OpenVINO GenAI serves the model densely and with XAttention, its sparse prefill. All are
-interleaved; a prompt is served once by each, for the time to its first token and for its answer.
-openvino_export.py makes the graph that it serves.
+OpenVINO GenAI serves the model densely and with XAttention, its sparse prefill. An answer is right
+if each of its tokens has p > 0.5, given the right ones before it: one rule for all methods. Prompts
+are held out: no search has seen them. Seconds to the first token are of the same prompts, methods
+interleaved. The file is saved after each measurement; the same command resumes it, and further
+tasks, contexts, thresholds, points and artifacts are added to it.
+
+openvino_engines.py serves a prompt, openvino_export.py makes the graph that OpenVINO serves, and
+openvino_record.py the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from openvino_export import exported
-from tqdm import tqdm
+from openvino_engines import Graphs, OpenVINOEngine, Request, TorchEngine, request_of
+from openvino_export import exported, mark
+from openvino_record import DENSE, OPENVINO, XATTENTION, Record, table
 
-from artifacts import HeadwiseError, load_pair
+from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.cli.command import run_command
-from artifacts.page.layout import aligned
-from profiling.environment import environment
+from profiling.environment import environment, versions
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import Prompt, make_prompts
-from profiling.quality.answers import ends, is_right, new_tokens
-from profiling.speed.baselines import (
-    COLUMNS,
-    HEADWISE,
-    KERNEL,
-    LABELS,
-    MODEL,
-    Speedup,
-    cells,
-    dense,
-    speedup,
-)
+from profiling.progress import announce, phase
+from profiling.prompts.held_out import GATE_SET, Seen
+from profiling.quality.sequences import sequences
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense
+from runtime import LoadedArtifact
 from runtime import load as load_headwise
 from runtime.fingerprint import check
-from runtime.layers import text_config
+from search.model.prompts import HeldOut
 
-OPENVINO = "openvino"
-XATTENTION = "xattention"
-_LABELS = {**LABELS, OPENVINO: "OpenVINO GenAI, dense", XATTENTION: "OpenVINO GenAI, XAttention"}
-# Dense baselines: a speed-up is over the fastest.
-_DENSE = (MODEL, KERNEL, OPENVINO)
+# Contexts of each task that are made at a time: those of a longer run begin with those of a
+# shorter one.
+_BATCH = 4
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,15 +56,25 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("config", type=Path, metavar="ARTIFACT")
     p.add_argument("--model", required=True, help="none with sliding-window layers")
+    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the result, as JSON")
     p.add_argument("--length", type=int, default=8192, help="tokens of a prompt (default 8192)")
-    p.add_argument("--task", default="passkey", help="what is asked (default passkey)")
+    tasks = ["facts", "label_map", "chain", "line_asked"]
     p.add_argument(
-        "--repeats", type=int, default=3, help="timed prompts, after one that is not (default 3)"
+        "--tasks", nargs="+", default=tasks, help=f"what is asked (default {' '.join(tasks)})"
+    )
+    p.add_argument("--contexts", type=int, default=8, help="prompts of each task (default 8)")
+    p.add_argument(
+        "--timed",
+        type=int,
+        default=2,
+        metavar="N",
+        help="prompts of each task that are timed; 0: none (default 2)",
     )
     p.add_argument(
-        "--threshold",
+        "--thresholds",
+        nargs="+",
         type=float,
-        default=0.9,
+        default=[0.9],
         help="XAttention's: fraction of the scores kept (default 0.9)",
     )
     p.add_argument("--block", type=int, default=64, help="XAttention's, in tokens (default 64)")
@@ -79,238 +82,274 @@ def parser() -> argparse.ArgumentParser:
         "--stride", type=int, default=8, help="XAttention's, of its estimate (default 8)"
     )
     p.add_argument(
-        "--last",
-        type=int,
-        default=64,
-        help="last tokens that XAttention serves densely (default 64)",
+        "--points",
+        nargs="+",
+        default=(),
+        metavar="POINT",
+        help="further points of the artifact, such as lost=0.01",
     )
     p.add_argument(
-        "--without", nargs="+", choices=_DENSE, default=(), metavar="DENSE", help="not run"
+        "--beside",
+        nargs="+",
+        default=(),
+        metavar="NAME=PATH",
+        help="further artifacts of the model",
+    )
+    p.add_argument(
+        "--without",
+        nargs="+",
+        default=(),
+        metavar="METHOD",
+        help=f"not run, such as {' '.join(DENSE)} {XATTENTION}_0.9",
     )
     p.add_argument("--threads", type=int, help="of all methods (default: torch's)")
-    p.add_argument("--seed", type=int, default=1000)
+    p.add_argument("--seed", type=int, default=1, help="of the prompts (default 1)")
     p.add_argument(
         "--dtype",
         default="bfloat16",
         help="(default bfloat16, where OpenVINO keeps its own defaults)",
     )
-    p.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
     return p
 
 
-@dataclass(frozen=True)
-class Served:
-    """One prompt by one method: seconds to the first token, and the greedy answer."""
-
-    seconds: float
-    answer: str
+_Methods = Mapping[str, Callable[[Graphs], TorchEngine | OpenVINOEngine]]
 
 
-@dataclass(frozen=True)
-class _Method:
-    """Serving of a prompt by one method, and the context it is served in."""
-
-    serve: Callable[[Prompt], Served]
-    enter: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-def run(config: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and return the figures with the settings that they depend on.
+def run(options: argparse.Namespace) -> Record:
+    """Measure what the file does not have.
 
     Raises:
-        HeadwiseError: a mistake of the user.
+        HeadwiseError: a mistake of the user, or the engines' dense attentions do not agree.
     """
-    import openvino_genai
-
-    artifact, _ = load_pair(config.config)
-    if config.length < artifact.prefill.dense_below:
-        raise HeadwiseError(
-            f"--length {config.length} is below the artifact's dense_below of "
-            f"{artifact.prefill.dense_below}: "
-            "Headwise would be dense; ask for a longer prompt"
-        )
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    loaded = load_model(config.model, dtype=config.dtype)
-    check(artifact.model, loaded.model)
-    prompts = make_prompts(
-        config.task,
-        loaded.tokenizer,
-        length=config.length,
-        samples=config.repeats + 1,
-        seed=config.seed,
-    )
-    if any(prompt.answer is None or prompt.turn for prompt in prompts):
-        raise HeadwiseError(
-            f"--task {config.task} has no answer at the end of its prompts: take one that retrieves"
-        )
+    if find_spec("openvino_genai") is None:
+        raise HeadwiseError("OpenVINO GenAI is not there: pip install 'openvino-genai>=2026.4'")
+    served, about, arrays = _artifacts(options)
+    names = [*DENSE, *served, *(f"{XATTENTION}_{each:g}" for each in options.thresholds)]
+    _check(options, names)
+    artifact = served[HEADWISE].artifact
     weights = artifact.model.weights_sha256
     if weights is None:
         raise HeadwiseError(
-            f"{config.config} does not say which weights it is for: search it again"
+            f"{options.config} does not say which weights it is for: search it again"
         )
-    methods = _methods(config, loaded, exported(config.model, weights=weights))
-    served = _interleaved(methods, prompts)
-    seconds = {name: [each.seconds for each in rounds[1:]] for name, rounds in served.items()}
-    rows = []
-    for name, rounds in served.items():
-        answers = [each.answer for each in rounds]
-        rows.append(
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    record = Record(options.out, _header(options, weights), about)
+    loaded = load_model(options.model, dtype=options.dtype)
+    for each in served.values():
+        check(each.artifact.model, loaded.model)
+    requests = _requests(options, loaded, Seen.by(arrays))
+    for request in requests:
+        record.add(
+            request.digest,
             {
-                "method": name,
-                "seconds": statistics.median(seconds[name]),
-                "rounds": seconds[name],
-                "speedups": dict(_against_dense(seconds, name).over),
-                "right": sum(map(is_right, prompts, answers)),
-                "answers": answers,
-            }
+                "task": request.task,
+                "tokens": len(request.ids),
+                "answers": len(request.answers),
+            },
         )
-    command = None
-    if artifact.search is not None:
-        command = artifact.search.command
+    folder = exported(options.model, weights=weights)
+    methods = _methods(options, loaded.model, served)
+    ids = sorted({token for each in requests for token in each.ids})
+    numbers = {token: number for number, token in enumerate(ids)}
+    timed = [
+        request
+        for task in dict.fromkeys(each.task for each in requests)
+        for request in [each for each in requests if each.task == task][: options.timed]
+    ]
+    with tempfile.TemporaryDirectory(prefix="headwise-openvino-") as scratch:
+        mark(folder, ids, Path(scratch))
+        graphs = Graphs(plain=folder, marked=Path(scratch), numbers=numbers)
+        _measure_accuracy(record, methods, requests, graphs)
+        _measure_seconds(record, methods, timed, graphs)
+    return record
+
+
+def _check(options: argparse.Namespace, names: list[str]) -> None:
+    """Raise HeadwiseError for options that cannot be served."""
+    for name, least in (("contexts", 1), ("timed", 0), ("block", 1), ("stride", 1)):
+        if (value := getattr(options, name)) < least:
+            raise HeadwiseError(f"--{name} must be at least {least}, got {value}")
+    for threshold in options.thresholds:
+        if not 0 < threshold <= 1:
+            raise HeadwiseError(f"--thresholds must be in (0, 1], got {threshold:g}")
+    for name in options.without:
+        if name not in names:
+            raise HeadwiseError(f"--without must be of {', '.join(names)}, got {name}")
+    if len(set(names)) < len(names):
+        raise HeadwiseError(f"each method needs another name, got {', '.join(names)}")
+
+
+def _artifacts(
+    options: argparse.Namespace,
+) -> tuple[dict[str, LoadedArtifact], dict[str, dict[str, Any]], list[Any]]:
+    """The artifacts by method, what the file says of each, and their sidecars."""
+    paths = {HEADWISE: options.config}
+    points: dict[str, str | None] = {HEADWISE: None}
+    for point in options.points:
+        paths[f"{HEADWISE}@{point}"] = options.config
+        points[f"{HEADWISE}@{point}"] = point
+    for each in options.beside:
+        name, equals, path = each.partition("=")
+        if not equals or not name or not path or name in paths:
+            raise HeadwiseError(f"--beside must be NAME=PATH, each another name, got {each}")
+        paths[name] = Path(path)
+    served = {name: load_headwise(path, point=points.get(name)) for name, path in paths.items()}
+    about = {}
+    for name, loaded in served.items():
+        below = loaded.artifact.prefill.dense_below
+        if options.length < below:
+            raise HeadwiseError(
+                f"--length {options.length} is below the dense_below of {below} of {name}: "
+                "Headwise would be dense; ask for a longer prompt"
+            )
+        about[name] = {
+            "name": paths[name].name,
+            "content_sha256": loaded.artifact.content_sha256,
+            "heads": _heads(loaded.artifact),
+        }
+    return served, about, [load_pair(path)[1] for path in dict.fromkeys(paths.values())]
+
+
+def _heads(artifact: Artifact) -> dict[str, int]:
+    """How many heads there are, and how many spend by the prompt: by `coverage`, or skipping."""
+    rows = [row for row in artifact.prefill.layers if row is not None]
+    patterns = [artifact.patterns[name] for row in rows for name in row]
+    return {
+        "all": artifact.model.num_layers * artifact.model.num_heads,
+        "coverage": sum(getattr(each, "coverage", None) is not None for each in patterns),
+        "skip_softmax": sum(each.kind == "skip_softmax" for each in patterns),
+    }
+
+
+def _requests(options: argparse.Namespace, loaded: LoadedModel, seen: Seen) -> list[Request]:
+    """The prompts, task by task, from where `headwise gate` takes its own."""
+    held_out = HeldOut(
+        options.tasks,
+        loaded,
+        length=options.length,
+        samples=1,
+        seed=options.seed,
+        seen=seen,
+        first=GATE_SET,
+    )
+    made: dict[str, list[Request]] = {}
+    for _ in range(0, options.contexts, _BATCH):
+        for sequence in sequences(held_out.take("answer", _BATCH), loaded.tokenizer):
+            made.setdefault(sequence.task, []).append(request_of(sequence))
+    for task in options.tasks:
+        if not any(name.partition("@")[0] == task.partition("@")[0] for name in made):
+            raise HeadwiseError(f"--tasks {task} has no answers: take a task that asks")
+    for task, own in made.items():
+        if len(own) < options.contexts:
+            announce(f"{task}: {len(own)} contexts, its text has no more that is not seen")
+    return [request for own in made.values() for request in own[: options.contexts]]
+
+
+def _header(options: argparse.Namespace, weights: str) -> dict[str, Any]:
+    import openvino_genai
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=True,
+    ).stdout.strip()
+    words = [str(Path(word).name) if "/" in word else word for word in sys.argv[1:]]
     engine = {"openvino": version("openvino"), "openvino_genai": openvino_genai.__version__}
     return {
-        "command": sys.argv,
-        "artifact": {"content_sha256": artifact.content_sha256, "command": command},
-        "environment": environment() | engine,
-        "rows": rows,
-        "over_xattention": speedup(seconds[HEADWISE], {XATTENTION: seconds[XATTENTION]}).value,
-        "expected": [prompt.answer for prompt in prompts],
+        "what": "Correct answers and seconds to the first token by method, on the same prompts",
+        "command": " ".join(["python benchmarks/openvino.py", *words]),
+        "commit": commit,
+        "machine": environment("cpu")["device"],
+        "versions": versions() | engine,
+        "model": Path(options.model).name,
+        "tokens": options.length,
+        "settings": {
+            "weights_sha256": weights,
+            "dtype": options.dtype,
+            "threads": torch.get_num_threads(),
+            "seed": options.seed,
+            "block": options.block,
+            "stride": options.stride,
+        },
     }
 
 
-def _against_dense(seconds: dict[str, list[float]], name: str) -> Speedup:
-    timed = {baseline: seconds[baseline] for baseline in _DENSE if baseline in seconds}
-    return speedup(seconds[name], timed)
+def _methods(
+    options: argparse.Namespace, model: Any, served: Mapping[str, LoadedArtifact]
+) -> _Methods:
+    """Makers of the methods, dense ones of both engines first."""
 
+    def of_torch(enter: Callable[[], AbstractContextManager[object]]) -> Any:
+        return lambda _: TorchEngine(model, enter)
 
-def _methods(config: argparse.Namespace, loaded: LoadedModel, folder: Path) -> dict[str, _Method]:
-    headwise = load_headwise(config.config)
+    def of_artifact(artifact: LoadedArtifact) -> Any:
+        return of_torch(lambda: artifact.apply(model, check_weights=False, strict=True))
 
-    def serve(prompt: Prompt) -> Served:
-        return _by_model(loaded, prompt)
+    def of_openvino(threshold: float | None) -> Any:
+        return lambda graphs: OpenVINOEngine(options, model, graphs, threshold)
 
-    methods: dict[str, Callable[[], _Method]] = {
-        MODEL: lambda: _Method(serve, lambda: dense(loaded.model, MODEL)),
-        KERNEL: lambda: _Method(serve, lambda: dense(loaded.model, KERNEL)),
-        HEADWISE: lambda: _Method(
-            serve, lambda: headwise.apply(loaded.model, check_weights=False, strict=True)
-        ),
-        OPENVINO: lambda: _Method(_pipeline(config, loaded, folder, sparse=False)),
-        XATTENTION: lambda: _Method(_pipeline(config, loaded, folder, sparse=True)),
+    methods = {
+        MODEL: of_torch(lambda: dense(model, MODEL)),
+        OPENVINO: of_openvino(None),
+        KERNEL: of_torch(lambda: dense(model, KERNEL)),
     }
-    return {name: make() for name, make in methods.items() if name not in config.without}
+    methods |= {name: of_artifact(artifact) for name, artifact in served.items()}
+    methods |= {f"{XATTENTION}_{each:g}": of_openvino(each) for each in options.thresholds}
+    return {name: make for name, make in methods.items() if name not in options.without}
 
 
-def _interleaved(methods: dict[str, _Method], prompts: Sequence[Prompt]) -> dict[str, list[Served]]:
-    """Every prompt by every method, prompt by prompt."""
-    served: dict[str, list[Served]] = {name: [] for name in methods}
-    for prompt in tqdm(prompts, desc="rounds", disable=None, leave=False):
-        for name, method in methods.items():
-            with method.enter():
-                served[name].append(method.serve(prompt))
-    return served
+def _measure_accuracy(
+    record: Record, methods: _Methods, requests: list[Request], graphs: Graphs
+) -> None:
+    """Method by method, so that one pipeline at a time is in memory."""
+    with phase("accuracy", len(methods) * len(requests), "prompts") as shown:
+        for name, make in methods.items():
+            left = [each for each in requests if name not in record.prompts[each.digest]["log_p"]]
+            shown.skip(len(requests) - len(left))
+            if not left:
+                continue
+            method = make(graphs)
+            for request in left:
+                shown.note(f"{name}, {request.task}")
+                record.put(request.digest, "log_p", name, method.log_p(request))
+                shown.update()
 
 
-@torch.no_grad()
-def _by_model(loaded: LoadedModel, prompt: Prompt) -> Served:
-    from transformers import DynamicCache
-
-    model = loaded.model
-    cache = DynamicCache(config=text_config(model))
-    ids = torch.tensor([prompt.input_ids], dtype=torch.long, device="cpu")
-    tokens: list[int] = []
-    start = time.perf_counter()
-    taken = 0.0
-    while len(tokens) < new_tokens(loaded.tokenizer, prompt):
-        token = (
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            .logits[0, -1]
-            .argmax()
-        )
-        tokens.append(int(token))
-        taken = taken or time.perf_counter() - start
-        if tokens[-1] in ends(model, loaded.tokenizer):
-            break
-        ids = token[None, None]
-    return Served(taken, _text(loaded.tokenizer, tokens))
-
-
-def _pipeline(
-    config: argparse.Namespace, loaded: LoadedModel, folder: Path, *, sparse: bool
-) -> Callable[[Prompt], Served]:
-    """OpenVINO GenAI's pipeline: a prompt in one batch, as many threads as torch has."""
-    import numpy as np
-    import openvino
-    import openvino_genai as genai
-
-    of = text_config(loaded.model)
-    scheduler = genai.SchedulerConfig()
-    scheduler.max_num_batched_tokens = config.length + 256
-    scheduler.enable_prefix_caching = False
-    dim = getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
-    # In GiB; keys and values of at most 4 bytes, and room for as much again.
-    held = 2 * 4 * of.num_hidden_layers * of.num_key_value_heads * dim * (config.length + 256)
-    scheduler.cache_size = math.ceil(2 * held / 2**30)
-    if sparse:
-        scheduler.use_sparse_attention = True
-        scheduler.sparse_attention_config = genai.SparseAttentionConfig(
-            mode=genai.SparseAttentionMode.XATTENTION,
-            num_last_dense_tokens_in_prefill=config.last,
-            xattention_threshold=config.threshold,
-            xattention_block_size=config.block,
-            xattention_stride=config.stride,
-        )
-    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    if config.dtype == "float32":
-        options |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options, {})
-
-    def serve(prompt: Prompt) -> Served:
-        generation = genai.GenerationConfig(max_new_tokens=new_tokens(loaded.tokenizer, prompt))
-        generation.do_sample = False
-        generation.stop_token_ids = ends(loaded.model, loaded.tokenizer)
-        ids = openvino.Tensor(np.array([prompt.input_ids], dtype=np.int64))
-        (result,) = pipeline.generate([ids], [generation])
-        return Served(
-            result.perf_metrics.get_ttft().mean / 1e3,
-            _text(loaded.tokenizer, list(result.m_generation_ids[0])),
-        )
-
-    return serve
-
-
-def _text(tokenizer: Any, tokens: list[int]) -> str:
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text.strip()
-
-
-def table(record: dict[str, Any]) -> str:
-    """The rows as aligned text, and Headwise's speed-up over XAttention."""
-    total = len(record["expected"])
-    lines = [["", "prefill s", *COLUMNS, "answers right"]]
-    for row in record["rows"]:
-        compared = None
-        if row["speedups"]:
-            compared = Speedup(over=row["speedups"])
-        label = _LABELS[row["method"]]
-        right = f"{row['right']} of {total}"
-        lines.append([label, f"{row['seconds']:.3f}", *cells(compared), right])
-    return "\n".join(
-        [
-            *aligned(lines),
-            f"Headwise is {record['over_xattention']:.2f} times as fast as XAttention",
-        ]
-    )
+def _measure_seconds(
+    record: Record, methods: _Methods, requests: list[Request], graphs: Graphs
+) -> None:
+    """Prompt by prompt, each by all methods in turn, after one prompt that is not measured."""
+    left = {
+        request: [name for name in methods if name not in record.prompts[request.digest]["seconds"]]
+        for request in requests
+    }
+    count = sum(map(len, left.values()))
+    if not count:
+        return
+    record.check_machine()
+    total = len(requests) * len(methods)
+    with phase("first token", total, "prompts") as shown:
+        shown.skip(total - count)
+        needed = [name for name in methods if any(name in names for names in left.values())]
+        made = {name: methods[name](graphs) for name in needed}
+        for name, method in made.items():
+            shown.note(f"{name}, not measured")
+            method.seconds(requests[-1])
+        for request, names in left.items():
+            for name in names:
+                shown.note(f"{name}, {request.task}")
+                seconds = round(made[name].seconds(request), 4)
+                record.put(request.digest, "seconds", name, seconds)
+                shown.update()
 
 
 def main() -> int:
-    """Print the table; with --out write the figures."""
-    options = parser().parse_args()
-    record = run(options)
-    print(table(record))
-    if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    """Measure, and print the table."""
+    record = run(parser().parse_args())
+    print(table(record.content()["rows"]))
     return 0
 
 

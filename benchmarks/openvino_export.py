@@ -9,6 +9,7 @@ Shapes: B batch, S new tokens, P past tokens, G KV heads, D head dim.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -79,6 +80,61 @@ def export(loaded: LoadedModel, folder: Path) -> None:
     _make_stateful(graph, layers, (heads, dim))
     openvino.save_model(graph, folder / _FILE, compress_to_fp16=True)
     config.save_pretrained(folder)
+
+
+def mark(folder: Path, ids: Sequence[int], target: Path) -> None:
+    """Write an exported graph that computes logits at marked tokens alone.
+
+    OpenVINO GenAI's `echo` takes the logits of all tokens of a prompt, which do not fit into memory
+    where it is long. Of K ids the tokens k and K + k of the new graph are ids[k], and K + k is
+    marked. After a marked token both have half of the probability of ids[k]; one more token has
+    that of all other ids. After other tokens the logits are 0.
+    """
+    import numpy as np
+    import openvino
+    from openvino import opset13 as ops
+
+    def constant(value: Any) -> Any:
+        return ops.constant(np.array(value))
+
+    graph = openvino.Core().read_model(folder / _FILE)
+    tokens = graph.input("input_ids")
+    users = tokens.get_target_inputs()
+    embedded = ops.gather(constant([*ids, *ids]), tokens, constant(0))
+    for user in users:
+        user.replace_source_output(embedded.output(0))
+    result = graph.output("logits").get_node()
+    head = result.input_value(0).get_node()
+    if head.get_type_name() != "MatMul" or not head.get_attributes()["transpose_b"]:
+        raise HeadwiseError(
+            f"cannot measure {folder.name} by OpenVINO: its logits are not the product of hidden "
+            "states and weights"
+        )
+    states, weight = head.input_values()
+    last = constant([-1])
+    flat = ops.reshape(tokens, last, False)
+    at = ops.squeeze(ops.non_zero(ops.greater_equal(flat, constant(len(ids)))), constant(0))
+    size = weight.get_partial_shape()[1].get_length()
+    marked = ops.gather(ops.reshape(states, constant([-1, size]), False), at, constant(0))
+    log_p = ops.log_softmax(ops.matmul(marked, weight, False, True), -1)
+    own = ops.gather(log_p, constant(ids), constant(-1))
+    known = ops.reduce_sum(ops.exp(own), last, keep_dims=True)
+    others = ops.subtract(constant(np.float32(1)), known)
+    rest = ops.log(ops.maximum(others, constant(np.float32(1e-7))))
+    half = ops.subtract(own, constant(np.float32(np.log(2))))
+    columns = ops.concat([half, half, rest], -1)
+    width = constant([2 * len(ids) + 1])
+    zeros = ops.broadcast(
+        constant(np.float32(0)), ops.concat([ops.shape_of(flat, output_type="i64"), width], 0)
+    )
+    rows = ops.scatter_update(zeros, at, columns, constant(0))
+    shape = ops.gather(ops.shape_of(states, output_type="i64"), constant([0, 1]), constant(0))
+    logits = ops.reshape(rows, ops.concat([shape, width], 0), False)
+    result.input(0).replace_source_output(logits.output(0))
+    logits.output(0).get_tensor().set_names({"logits"})
+    graph.validate_nodes_and_infer_types()
+    openvino.save_model(graph, target / _FILE, compress_to_fp16=True)
+    shutil.copy(folder / "config.json", target)
 
 
 class _Held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -15,9 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from artifacts import HeadwiseError
+from profiling.evaluation.intervals import share_of
+from profiling.quality.sequences import TokenSequence
+
 ROOT = Path(__file__).parents[1]
 # kvpress.py starts kvpress_worker.py in a separate environment.
-# openvino_export.py is a part of openvino.py.
+# openvino_engines.py, openvino_export.py and openvino_record.py are parts of openvino.py.
 SCRIPT_NAMES = (
     "answer_statistics.py",
     "chart.py",
@@ -128,6 +133,152 @@ def test_gpu_report_resumes_what_is_not_finished_for_this_code_and_device(gpu_ru
     assert left() == [name for name in gpu_run.STEPS if name != "device"]
     with pytest.raises(SystemExit, match="is not of a rehearsal: choose another --out"):
         gpu_run.stored(tmp_path / "report.json", True)
+
+
+@pytest.fixture
+def openvino_script(monkeypatch):
+    """The names of benchmarks/openvino.py, which needs no OpenVINO until it measures."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    yield runpy.run_path(str(ROOT / "benchmarks/openvino.py"))
+    for name in ("openvino_engines", "openvino_export", "openvino_record"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def openvino_record(openvino_script):
+    """The module of benchmarks/openvino_record.py."""
+    return sys.modules["openvino_record"]
+
+
+def _sequence(context, *answers):
+    return TokenSequence(task="t", ids=tuple(range(20)), context=context, answers=answers)
+
+
+def test_openvino_request_has_the_answers_that_both_engines_serve_alike(openvino_script):
+    request_of = openvino_script["request_of"]
+    inside = request_of(_sequence(12, (3, 5), (8, 9), (15, 17)))
+    assert inside.ids == tuple(range(12)) and inside.after == ()
+    assert inside.answers == ((3, 5), (8, 9)) and inside.before == [2, 3, 7]
+    assert inside.least([-0.1, -0.5, -2.0]) == [-0.5, -2.0]
+    generated = request_of(_sequence(12, (12, 15)))
+    assert generated.ids == tuple(range(12)) and generated.after == (12, 13, 14)
+    assert generated.before == [11, 12, 13] and generated.least([-0.1, None, None]) == [None]
+    for later in [((14, 15),), ((12, 13), (15, 16)), ()]:
+        with pytest.raises(HeadwiseError, match="--tasks t has no answer in its prompts"):
+            request_of(_sequence(12, *later))
+
+
+def test_openvino_answer_is_right_where_each_token_has_more_than_half(openvino_record):
+    log_p = [math.log(0.51), math.log(0.5), math.log(0.49), None]
+    assert list(map(openvino_record.is_right, log_p)) == [True, False, False, False]
+
+
+def _measured(task, **right):
+    """A prompt with answers that are right ("1") or not by method."""
+    values = {"1": -0.1, "0": -2.0}
+    log_p = {name: [values[each] for each in own] for name, own in right.items()}
+    return {"task": task, "seconds": {}, "log_p": log_p}
+
+
+def test_openvino_losses_are_paired_by_prompt_and_of_the_baseline(openvino_record):
+    prompts = [
+        _measured(
+            "a", dense="1111", headwise="1110", openvino="1110", **{"xattention_0.9": "1100"}
+        ),
+        _measured(
+            "a", dense="1100", headwise="1100", openvino="0111", **{"xattention_0.9": "0001"}
+        ),
+        # Measured by one of them alone: no pair.
+        _measured("b", dense="1111"),
+    ]
+    rows = {row["method"]: row for row in openvino_record.rows_of(prompts)}
+    assert list(rows) == ["dense", "openvino", "headwise", "xattention_0.9"]
+    expected = share_of([1, 0], [4, 2])
+    assert rows["headwise"]["lost"]["dense"] == {
+        "value": round(expected.value, 4),
+        "low": round(expected.low, 4),
+        "high": round(expected.high, 4),
+        "prompts": 2,
+    }
+    sparse = rows["xattention_0.9"]
+    assert sparse["lost"]["openvino"]["value"] == 0.5 and sparse["correct"] == 3
+    assert sparse["lost"]["headwise"]["value"] == 0.4 and sparse["answers"] == 8
+    assert sparse["lost_by_prompt"] == {"min": 0.3333, "median": 0.5, "max": 0.6667}
+    assert rows["dense"]["tasks"]["b"]["correct"] == 4 and "b" not in sparse["tasks"]
+    assert openvino_record.lost(prompts[:1], "headwise", "dense")["low"] is None
+
+
+def test_openvino_losses_without_sdpa_are_of_the_dense_kernel(openvino_record):
+    rows = openvino_record.rows_of([_measured("a", dense_kernel="11", headwise="10")])
+    headwise = rows[-1]
+    assert headwise["lost"]["dense_kernel"]["value"] == 0.5
+    assert headwise["lost_by_prompt"]["max"] == 0.5
+    assert openvino_record.table(rows).splitlines()[-1].split()[-5:] == [
+        "1",
+        "of",
+        "2",
+        "50.0%",
+        "-",
+    ]
+    with pytest.raises(HeadwiseError, match=r"differs by 1\.90"):
+        openvino_record.check_agreement({"dense_kernel": [-0.1], "openvino": [-2.0]}, "a")
+
+
+def test_openvino_speedups_are_medians_of_ratios_by_prompt(openvino_record):
+    prompts = [_measured("a", dense="1", headwise="1") for _ in range(3)]
+    for prompt, dense, own in zip(prompts, (2.0, 4.0, 9.0), (1.0, 1.0, 3.0), strict=True):
+        prompt["seconds"] = {"dense": dense, "headwise": own, "openvino": 3.0}
+    dense, engine, headwise = openvino_record.rows_of(prompts)
+    assert headwise["over"] == {"dense": 3.0, "openvino": 3.0} and dense["over"]["dense"] == 1
+    assert headwise["seconds"] == {"min": 1.0, "median": 1.0, "max": 3.0}
+    shown = openvino_record.table([dense, engine, headwise])
+    assert re.search(r"Headwise, .* 1\.000 +3\.00x +3 of 3 +0\.0% \(0\.0 to 0\.0\) +-", shown)
+
+
+def _header(**changes):
+    header = {"what": "w", "command": "c", "commit": "1", "machine": "one", "model": "m"}
+    header |= {"versions": {"torch": "2"}, "tokens": 64, "settings": {"dtype": "bfloat16"}}
+    return header | changes
+
+
+def test_openvino_record_resumes_and_refuses_other_settings(openvino_record, tmp_path):
+    path = tmp_path / "out.json"
+    artifacts = {"headwise": {"name": "a.yaml", "content_sha256": "ab", "heads": {}}}
+
+    def opened(header, artifacts=artifacts):
+        return openvino_record.Record(path, header, artifacts)
+
+    record = opened(_header())
+    record.add("d1", {"task": "a", "tokens": 64, "answers": 1})
+    record.put("d1", "log_p", "dense", [-0.1])
+    with pytest.raises(HeadwiseError, match=r"a: log p of answers differs by 0\.90"):
+        record.put("d1", "log_p", "openvino", [-1.0])
+    further = {"other": {"name": "b.yaml", "content_sha256": "cd", "heads": {}}}
+    # Accuracy does not depend on the machine.
+    resumed = opened(_header(machine="two"), further)
+    assert resumed.prompts["d1"]["log_p"] == {"dense": [-0.1]}
+    resumed.check_machine()
+    resumed.put("d1", "seconds", "dense", 1.5)
+    stored = json.loads(path.read_text())
+    assert stored["machine"] == "two" and list(stored["artifacts"]) == ["headwise", "other"]
+    assert len(path.read_text().splitlines()) == 17
+    before = path.read_bytes()
+    with pytest.raises(HeadwiseError, match="has times of another machine: two, now one"):
+        opened(_header()).check_machine()
+    for fault, header in [
+        ("dtype: bfloat16, now float32", _header(settings={"dtype": "float32"})),
+        ("torch: 2, now 3", _header(versions={"torch": "3"})),
+        ("tokens: 64, now 128", _header(tokens=128)),
+    ]:
+        with pytest.raises(HeadwiseError, match=f"has another {fault}; choose another --out"):
+            opened(header)
+    with pytest.raises(HeadwiseError, match="has another artifact headwise: ab, now ef"):
+        opened(_header(), {"headwise": {"content_sha256": "ef"}})
+    assert path.read_bytes() == before
+    for text in ("", "[]", "{}", '{"prompts": [1]}'):
+        path.write_text(text)
+        with pytest.raises(HeadwiseError, match="is no result file of this script"):
+            opened(_header())
 
 
 def test_fetch_refuses_parts_of_another_size_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
