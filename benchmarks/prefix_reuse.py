@@ -82,7 +82,7 @@ def _row(options: argparse.Namespace, loaded: LoadedModel, arrays: Any, cached: 
     ids = torch.tensor([text.input_ids], dtype=torch.long, device="cpu")
     model = loaded.model
     headwise = load_headwise(options.config)
-    cache = DynamicCache(config=text_config(model))
+    cache: Any = DynamicCache(config=text_config(model))
     methods = {
         MODEL: lambda: dense(model, MODEL),
         KERNEL: lambda: dense(model, KERNEL),
