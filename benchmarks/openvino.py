@@ -206,9 +206,18 @@ def _artifacts(
         about[name] = {
             "name": paths[name].name,
             "content_sha256": loaded.artifact.content_sha256,
+            "lost_high": _proven(loaded.artifact),
             "heads": _heads(loaded.artifact),
         }
     return served, about, [load_pair(path)[1] for path in dict.fromkeys(paths.values())]
+
+
+def _proven(artifact: Artifact) -> float | None:
+    """The bound of the loss of answers that the artifact's search has proven; None without one."""
+    verdict = artifact.evidence.verdict
+    if verdict is None or not verdict.proven:
+        return None
+    return verdict.lost_high
 
 
 def _heads(artifact: Artifact) -> dict[str, int]:
