@@ -27,7 +27,7 @@ from profiling.environment import environment
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
-from profiling.speed.baselines import HEADWISE, KERNEL, LABELS, MODEL, dense, of_rounds
+from profiling.speed.baselines import HEADWISE, KERNEL, LABELS, MODEL, dense, speedup
 from runtime import load as load_headwise
 from runtime.fingerprint import check
 from runtime.layers import text_config
@@ -46,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
         "--cached", type=int, nargs="+", default=[8192, 24576], help="(default 8192 24576)"
     )
     p.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that is not")
+    p.add_argument(
+        "--without", nargs="+", choices=(MODEL, KERNEL), default=(), metavar="DENSE", help="not run"
+    )
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--out", type=Path, required=True, metavar="FILE")
     return p
@@ -88,6 +91,8 @@ def _row(options: argparse.Namespace, loaded: LoadedModel, arrays: Any, cached: 
         KERNEL: lambda: dense(model, KERNEL),
         HEADWISE: lambda: headwise.apply(model, check_weights=False, strict=True),
     }
+    for name in options.without:
+        del methods[name]
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     with phase(f"{cached:,} cached tokens", 1 + len(methods) * (1 + options.rounds), "calls") as at:
         with dense(model, KERNEL):
@@ -105,7 +110,8 @@ def _row(options: argparse.Namespace, loaded: LoadedModel, arrays: Any, cached: 
                 if number:
                     seconds[name].append(round(taken, 4))
                 at.update()
-    gain = of_rounds(seconds, HEADWISE)
+    baselines = {name: seconds[name] for name in methods if name != HEADWISE}
+    gain = speedup(seconds[HEADWISE], baselines)
     return {
         "cached": cached,
         "new": options.new,

@@ -33,6 +33,7 @@ SCRIPT_NAMES = (
     "models/fetch.py",
     "openvino.py",
     "prefix_reuse.py",
+    "searches.py",
     "vllm_server.py",
     "vllm_ttft.py",
 )
