@@ -1,9 +1,10 @@
-"""Write the table and the chart of seconds to the first token, from docs/results/*.json.
+"""Write the tables and the chart of speed and accuracy, from docs/results/*.json.
 
     python benchmarks/chart.py
 
-writes docs/first_token.md, which pages of docs/ include, the same table in README.md, and
-docs/first_token.png.
+writes docs/compared.md, a row for each artifact with its speed and its accuracy, which pages of
+docs/ include, and the same table in README.md; docs/first_token.md, the seconds of artifacts of
+earlier searches; and docs/compared.png.
 """
 
 from __future__ import annotations
@@ -16,48 +17,156 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/results"
-# Column of each method, by its name in the records.
+QWEN = "Qwen2.5-Coder-0.5B"
+SMOLLM2 = "SmolLM2-135M"
+# Rows of the first table: model, result file of openvino.py.
+COMPARED = (
+    (SMOLLM2, "smollm2_8192_compared"),
+    (QWEN, "qwen_0.5b_4096_compared"),
+    (QWEN, "qwen_0.5b_8192_compared"),
+)
+DENSE = ("dense", "dense_kernel", "openvino")
+XATTENTION = "xattention_0.95"
+HEADWISE = "headwise"
+# Panels of the chart, by result file.
+CHARTED = ("qwen_0.5b_4096_compared", "qwen_0.5b_8192_compared")
+# Of Okabe and Ito, which color-blind readers can tell apart.
+COLORS = {"dense": "#999999", HEADWISE: "#0072B2", "xattention": "#E69F00", "other": "#CC79A7"}
+COMPARED_CAPTION = """\
+Prompts that no search saw, on two CPU cores of an AMD EPYC (Zen 5), in bfloat16.
+
+- *First token*: median seconds over the prompts. *Dense* is the faster of Headwise's dense kernel
+  and OpenVINO; PyTorch's sdpa takes more than twice as long here. *XAttention* is OpenVINO's sparse
+  attention at its threshold of 0.95.
+- *Correct*: an answer is correct if each of its tokens has p > 0.5. *Lost*: part of dense
+  attention's correct answers, of the same engine and prompts; in brackets 95% intervals over the
+  prompts. *Proven*: the bound that the search itself proves, by other prompts.
+- The number of tokens links to the measurements.
+"""
+# Columns of the second table, by a method's name in the records.
 METHODS = {
     "dense": "sdpa",
     "dense_kernel": "dense, our kernel",
     "openvino": "OpenVINO dense",
     "xattention": "OpenVINO XAttention",
-    "headwise": "Headwise",
+    HEADWISE: "Headwise",
 }
-DENSE = ("dense", "dense_kernel", "openvino")
-# Of Okabe and Ito, which color-blind readers can tell apart.
-COLORS = {
-    "dense": "#999999",
-    "dense_kernel": "#56B4E9",
-    "xattention": "#E69F00",
-    "headwise": "#0072B2",
-}
-CHARTED = "SmolLM2-135M"
-QWEN = "Qwen2.5-Coder-0.5B"
-# Rows of the table: model, processor, result file, and the record in a file that holds several.
-ROWS = (
+# Its rows: model, processor, result file, and the record in a file that holds several.
+EARLIER = (
     (QWEN, "EPYC Zen 4", "qwen_0.5b_first_token", "8192"),
     (QWEN, "EPYC Zen 4", "qwen_0.5b_first_token", "16384"),
     (QWEN, "EPYC Zen 4", "qwen_0.5b_first_token", "32768"),
-    (CHARTED, "Granite Rapids (AMX)", "smollm2_first_token_printed", "granite_rapids_8192"),
-    (CHARTED, "EPYC Zen 5", "smollm2_8192_rivals", None),
-    (CHARTED, "EPYC Zen 4", "smollm2_8192_rivals_zen4", None),
-    (CHARTED, "EPYC Zen 3 (float32)", "smollm2_first_token_printed", "zen3_8192"),
-    (CHARTED, "Granite Rapids (AMX)", "smollm2_first_token_printed", "granite_rapids_32768"),
-    (CHARTED, "EPYC Zen 5", "smollm2_32768_rivals", None),
-    (CHARTED, "EPYC Zen 4", "smollm2_32768_rivals_zen4", None),
+    (SMOLLM2, "Granite Rapids (AMX)", "smollm2_first_token_printed", "granite_rapids_8192"),
+    (SMOLLM2, "EPYC Zen 5", "smollm2_8192_rivals", None),
+    (SMOLLM2, "EPYC Zen 4", "smollm2_8192_rivals_zen4", None),
+    (SMOLLM2, "EPYC Zen 3 (float32)", "smollm2_first_token_printed", "zen3_8192"),
+    (SMOLLM2, "Granite Rapids (AMX)", "smollm2_first_token_printed", "granite_rapids_32768"),
+    (SMOLLM2, "EPYC Zen 5", "smollm2_32768_rivals", None),
+    (SMOLLM2, "EPYC Zen 4", "smollm2_32768_rivals_zen4", None),
 )
-CAPTION = """\
+EARLIER_CAPTION = """\
 Time to first token in seconds, on two CPU cores, in bfloat16 unless a row names float32. An empty
 cell was not measured.
 
-- *sdpa* is PyTorch's dense attention. *dense, our kernel* is Headwise's. *XAttention* is sparse.
+- *sdpa* is PyTorch's dense attention. *dense, our kernel* is Headwise's. *XAttention* is sparse, at
+  its threshold of 0.9.
 - The last column is the fastest dense time divided by Headwise's. Where several rounds were timed,
   it is the median of their ratios, which can differ a little from the ratio of the cells.
 - The name of each processor links to its measurements.
 """
-BEGIN = "<!-- first-token table -->"
-END = "<!-- end of first-token table -->"
+BEGIN = "<!-- compared -->"
+END = "<!-- end of compared -->"
+
+
+def _read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Rows of one result file of openvino.py.
+
+    Attributes:
+        model: name in the table.
+        file: name of the result file.
+        tokens: length of the prompts.
+        methods: the file's row of each method.
+        proven: the bound that the artifact's search has proven; None without one.
+    """
+
+    model: str
+    file: str
+    tokens: int
+    methods: dict[str, dict[str, Any]]
+    proven: float | None
+
+    @property
+    def fastest(self) -> str:
+        """Name of the fastest dense attention."""
+        over = self.methods[HEADWISE]["over"]
+        return min(over, key=lambda name: over[name])
+
+    def loss(self, method: str) -> dict[str, Any]:
+        """The loss of a method against dense attention of the same engine."""
+        lost: dict[str, dict[str, Any]] = self.methods[method]["lost"]
+        if method == "openvino" or method.startswith("xattention"):
+            return lost["openvino"]
+        return lost["dense"] if "dense" in lost else lost["dense_kernel"]
+
+
+def compared() -> list[Compared]:
+    """Read the rows of the first table from the result files."""
+    rows = []
+    for model, name in COMPARED:
+        record = _read(name)
+        rows.append(
+            Compared(
+                model=model,
+                file=f"{name}.json",
+                tokens=record["tokens"],
+                methods={row["method"]: row for row in record["rows"]},
+                proven=record["artifacts"][HEADWISE]["lost_high"],
+            )
+        )
+    return rows
+
+
+def compared_table(rows: list[Compared], folder: str = "results/") -> str:
+    """Return the rows as a Markdown table under its caption.
+
+    Args:
+        rows: of the table.
+        folder: where the result files are, seen from the page.
+    """
+    header = ["model", "tokens", "first token, s: dense", "XAttention", "Headwise", "speedup"]
+    header += ["correct, dense", "lost by XAttention", "lost by Headwise", "proven"]
+    lines = [COMPARED_CAPTION, _line(header), "|---" * len(header) + "|"]
+    for row in rows:
+        own = row.methods[HEADWISE]
+        dense = row.methods["dense" if "dense" in row.methods else "dense_kernel"]
+        cells = [row.model, f"[{row.tokens:,}]({folder}{row.file})"]
+        for name in (row.fastest, XATTENTION, HEADWISE):
+            cells.append(_seconds(row.methods[name]["seconds"]["median"]))
+        cells.append(f"{own['over'][row.fastest]:.2f}x")
+        cells.append(f"{dense['correct']:,} of {dense['answers']:,}")
+        cells += [_loss(row.loss(name)) for name in (XATTENTION, HEADWISE)]
+        cells.append("" if row.proven is None else f"at most {row.proven:.1%}")
+        lines.append(_line(cells))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _loss(loss: dict[str, Any]) -> str:
+    return f"{loss['value']:.1%} ({loss['low']:.1%} to {loss['high']:.1%})"
+
+
+def with_table(page: str, rows: list[Compared], folder: str = "docs/results/") -> str:
+    """Return a page with the first table between its two markers, BEGIN and END."""
+    before, _, rest = page.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page must have the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{compared_table(rows, folder)}{END}{after}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,32 +190,31 @@ class Row:
     speedup: float
 
 
-def rows() -> list[Row]:
-    """Read the rows of the table from the result files."""
-    return [_row(*each) for each in ROWS]
+def earlier() -> list[Row]:
+    """Read the rows of the second table from the result files."""
+    return [_row(*each) for each in EARLIER]
 
 
 def _row(model: str, processor: str, name: str, key: str | None) -> Row:
-    file = f"{name}.json"
-    record: dict[str, Any] = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    record = _read(name)
     if key is not None:
         record = record["records"][key]
     by_method = {each["method"]: each for each in record["rows"]}
     seconds = {method: each["seconds"] for method, each in by_method.items()}
     fastest = min((method for method in DENSE if method in seconds), key=lambda m: seconds[m])
     # The median over the rounds, where the record has it.
-    speedups = by_method["headwise"].get("speedups", {})
+    speedups = by_method[HEADWISE].get("speedups", {})
     return Row(
         model=model,
         processor=processor,
-        file=file,
+        file=f"{name}.json",
         tokens=record["settings"]["length"],
         seconds=seconds,
-        speedup=speedups.get(fastest, seconds[fastest] / seconds["headwise"]),
+        speedup=speedups.get(fastest, seconds[fastest] / seconds[HEADWISE]),
     )
 
 
-def table(rows: list[Row], folder: str = "results/") -> str:
+def earlier_table(rows: list[Row], folder: str = "results/") -> str:
     """Return the rows as a Markdown table under its caption.
 
     Args:
@@ -114,10 +222,11 @@ def table(rows: list[Row], folder: str = "results/") -> str:
         folder: where the result files are, seen from the page.
     """
     header = ["tokens", "model", "processor", *METHODS.values(), "speedup over fastest dense"]
-    lines = [CAPTION, _line(header), "|---" * len(header) + "|"]
+    lines = [EARLIER_CAPTION, _line(header), "|---" * len(header) + "|"]
     for row in rows:
         cells = [f"{row.tokens:,}", row.model, f"[{row.processor}]({folder}{row.file})"]
-        cells += [_seconds(row.seconds.get(method)) for method in METHODS]
+        for method in METHODS:
+            cells.append(_seconds(row.seconds[method]) if method in row.seconds else "")
         lines.append(_line([*cells, f"{row.speedup:.2f}x"]))
     return "".join(f"{line}\n" for line in lines)
 
@@ -126,10 +235,8 @@ def _line(cells: list[str]) -> str:
     return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
 
 
-def _seconds(seconds: float | None) -> str:
-    """Three significant digits; an empty cell for a method that was not measured."""
-    if seconds is None:
-        return ""
+def _seconds(seconds: float) -> str:
+    """Three significant digits."""
     if seconds < 10:
         return f"{seconds:.2f}"
     if seconds < 100:
@@ -137,58 +244,77 @@ def _seconds(seconds: float | None) -> str:
     return f"{seconds:.0f}"
 
 
-def with_table(page: str, rows: list[Row], folder: str = "docs/results/") -> str:
-    """Return a page with the table between its two markers, BEGIN and END."""
-    before, _, rest = page.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page must have the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table(rows, folder)}{END}{after}"
-
-
-def draw(rows: list[Row], out: Path) -> None:
-    """Draw a panel for each prompt length, with a group of bars for each processor."""
+def draw(rows: list[Compared], out: Path) -> None:
+    """Draw answers lost against seconds to the first token, a panel for each result file."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lengths = sorted({row.tokens for row in rows})
-    figure, panels = pyplot.subplots(1, len(lengths), figsize=(9, 3.6), layout="constrained")
-    for panel, length in zip(panels, lengths, strict=True):
-        _draw_panel(panel, [row for row in rows if row.tokens == length])
-        panel.set_title(f"{length:,} tokens")
-    panels[0].set_ylabel("seconds to the first token")
+    figure, panels = pyplot.subplots(1, len(rows), figsize=(9.5, 4), layout="constrained")
+    for panel, row in zip(panels, rows, strict=True):
+        _draw_panel(panel, row)
+        panel.set_title(f"{row.model}, {row.tokens:,} tokens", fontsize=10)
+        panel.set_xlabel("seconds to the first token")
+    panels[0].set_ylabel("correct answers lost, 95% interval")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(COLORS), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(out, dpi=150)
 
 
-def _draw_panel(panel: Any, rows: list[Row]) -> None:
-    width = 0.8 / len(COLORS)
-    for number, (method, color) in enumerate(COLORS.items()):
-        measured = [(group, row) for group, row in enumerate(rows) if method in row.seconds]
-        lefts = [group - 0.4 + (number + 0.5) * width for group, _ in measured]
-        heights = [row.seconds[method] for _, row in measured]
-        bars = panel.bar(lefts, heights, width * 0.92, color=color, label=METHODS[method])
-        panel.bar_label(bars, labels=[_seconds(height) for height in heights], fontsize=7)
-    processors = [row.processor.replace(" (", "\n(") for row in rows]
-    panel.set_xticks(range(len(rows)), processors, fontsize=8)
+def _draw_panel(panel: Any, row: Compared) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    markers = iter("os^vDP")
+    for method, figures in row.methods.items():
+        if figures["seconds"] is None or (method in DENSE and method != row.fastest):
+            continue
+        loss = {"value": 0.0, "low": 0.0, "high": 0.0}
+        if method not in DENSE:
+            loss = row.loss(method)
+        panel.errorbar(
+            figures["seconds"]["median"],
+            loss["value"],
+            yerr=[[loss["value"] - loss["low"]], [loss["high"] - loss["value"]]],
+            fmt=next(markers),
+            color=_color(method),
+            capsize=3,
+            label=_label(method),
+        )
+    panel.axhline(0, color="#cccccc", linewidth=0.8, zorder=0)
+    panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    panel.margins(x=0.15)
     panel.spines[["top", "right"]].set_visible(False)
 
 
+def _label(method: str) -> str:
+    if method in DENSE:
+        return "dense"
+    if method.startswith(HEADWISE):
+        return method.replace("headwise@", "Headwise, ").replace("headwise", "Headwise")
+    return method.replace("xattention_", "XAttention ")
+
+
+def _color(method: str) -> str:
+    if method in DENSE:
+        return COLORS["dense"]
+    return COLORS.get(method.partition("@")[0].partition("_")[0], COLORS["other"])
+
+
 def main() -> None:
-    """Write the table and the chart."""
+    """Write the tables and the chart."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.parse_args()
-    every = rows()
-    (ROOT / "docs/first_token.md").write_text(table(every), encoding="utf-8")
+    rows = compared()
+    (ROOT / "docs/compared.md").write_text(compared_table(rows), encoding="utf-8")
+    (ROOT / "docs/first_token.md").write_text(earlier_table(earlier()), encoding="utf-8")
     readme = ROOT / "README.md"
     page = readme.read_text(encoding="utf-8")
-    readme.write_text(with_table(page, every), encoding="utf-8")
-    draw([row for row in every if row.model == CHARTED], ROOT / "docs/first_token.png")
+    readme.write_text(with_table(page, rows), encoding="utf-8")
+    charted = [row for row in rows if row.file.removesuffix(".json") in CHARTED]
+    draw(charted, ROOT / "docs/compared.png")
 
 
 if __name__ == "__main__":

@@ -70,14 +70,16 @@ def test_site_loads_nothing_from_other_hosts():
 CHART = runpy.run_path(str(ROOT / "benchmarks/chart.py"), run_name="chart")
 
 
-def test_first_token_table_is_made_from_the_result_files():
-    rows = CHART["rows"]()
-    assert (DOCS / "first_token.md").read_text(encoding="utf-8") == CHART["table"](rows)
+def test_tables_are_made_from_the_result_files():
+    rows = CHART["compared"]()
+    assert (DOCS / "compared.md").read_text(encoding="utf-8") == CHART["compared_table"](rows)
+    earlier = CHART["earlier_table"](CHART["earlier"]())
+    assert (DOCS / "first_token.md").read_text(encoding="utf-8") == earlier
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert CHART["with_table"](readme, rows) == readme
-    assert readme.count("| tokens | model | processor |") == 1
     text = (DOCS / "results.md").read_text(encoding="utf-8")
-    assert text.count('--8<-- "first_token.md"') == 1
+    for name in ("compared.md", "first_token.md"):
+        assert text.count(f'--8<-- "{name}"') == 1
 
 
 def test_version_is_the_same_everywhere():
@@ -88,7 +90,8 @@ def test_version_is_the_same_everywhere():
 
 def test_results_page_links_each_file():
     text = (DOCS / "results.md").read_text(encoding="utf-8")
-    text += (DOCS / "first_token.md").read_text(encoding="utf-8")
+    for name in ("compared.md", "first_token.md"):
+        text += (DOCS / name).read_text(encoding="utf-8")
     files = list(DOCS.glob("results/*.json"))
     named = set(re.findall(r"\(results/([\w.]+)\)", text))
     assert named == {path.name for path in files}
