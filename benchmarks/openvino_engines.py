@@ -106,14 +106,16 @@ class TorchEngine:
         """See openvino_record.LogP; the prompt is one prefill, and decode follows it."""
         ids = torch.tensor([request.ids], dtype=torch.long, device="cpu")
         size = len(request.ids)
-        inside = torch.tensor([at for at in request.before if at < size], device="cpu")
+        before = [at for at in request.before if at < size]
+        inside = torch.tensor(before, dtype=torch.long, device="cpu")
         with self.enter():
             cache = self._cache()
             logits = self.model(ids, past_key_values=cache, logits_to_keep=inside).logits[0]
             if len(request.after) > 1:
                 logits = torch.cat([logits, fed(self.model, request.after[:-1], cache)])
         everything = request.ids + request.after
-        targets = torch.tensor([everything[at + 1] for at in request.before], device="cpu")
+        after = [everything[at + 1] for at in request.before]
+        targets = torch.tensor(after, dtype=torch.long, device="cpu")
         return request.least((-token_losses(logits, targets)).tolist())
 
     def _cache(self) -> Any:
