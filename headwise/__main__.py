@@ -7,18 +7,15 @@ ends it. A mistake of the user is a HeadwiseError, with status 2.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
 
 from artifacts import HeadwiseError
-from artifacts.cli.command import one_process, run_command
+from artifacts.cli.command import run_command
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.parser import ArgumentParser, read
-from artifacts.cli.parser import parser_of as make_parser
+from artifacts.cli.parser import ArgumentParser, parser_of_verb, run_verb
 
 # Group -> verb -> (module, description).
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -34,11 +31,11 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "compare artifacts and methods: tasks, perplexity, speed, on one page",
         ),
         "show": ("artifacts.commands.show", "print an artifact"),
-        "check": ("runtime.vllm.check", "check that vLLM can serve an artifact"),
+        "check": ("profiling.check", "check that vLLM can serve an artifact"),
     },
     "find": {
-        "filters": ("search.filters", "choose the filter layers of decode (OmniKV)"),
-        "kv": ("search.kv", "divide a total of cached tokens among KV heads (H2O)"),
+        "filters": ("search.decode.filters", "choose the filter layers of decode (OmniKV)"),
+        "kv": ("search.decode.kv", "divide a total of cached tokens among KV heads (H2O)"),
         "demo": ("search.demo", "search, apply and compare on a small model, in minutes"),
     },
     "measure": {
@@ -98,9 +95,7 @@ def parser() -> ArgumentParser:
 
 def parser_of(verb: str) -> ArgumentParser:
     """The command line of a verb."""
-    module: Any = import_module(VERBS[verb])
-    examples = getattr(module, "EXAMPLES", None)
-    return make_parser(module.Config, f"headwise {verb}", module.__doc__, examples)
+    return parser_of_verb(import_module(VERBS[verb]), verb)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,18 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             hint = "headwise --help lists them"
         raise HeadwiseError(f"there is no command {verb!r}: {hint}")
-    module: Any = import_module(VERBS[verb])
-    config = read(parser_of(verb), module.Config, words, _typed(verb, words))
-    if not module.Config.shares_work:
-        one_process(f"headwise {verb}")
-    return int(module.run(config))
-
-
-def _typed(verb: str, words: list[str]) -> str:
-    """The command line for records, without passwords."""
-    from search.study import without_password
-
-    return f"headwise {verb} {shlex.join(map(without_password, words))}".rstrip()
+    return run_verb(import_module(VERBS[verb]), verb, words)
 
 
 def start() -> None:

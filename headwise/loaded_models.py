@@ -103,7 +103,7 @@ def gate(
         config = config_by_name(
             Config,
             options,
-            config=Path(artifact),
+            artifact=Path(artifact),
             model=loaded.name,
             dtype=dtype_of(model),
             device=device_of(model),
@@ -168,7 +168,7 @@ def evaluate(
 
 def _call(function: str, options: dict[str, Any]) -> str:
     """The call, as records show it in place of a command line."""
-    from search.study import without_password
+    from artifacts.cli.passwords import without_password
 
     shown = {
         name: without_password(value) if isinstance(value, str) else value

@@ -6,7 +6,7 @@ Shapes: B batch, h heads of one kind, n entries of a row, W the largest number t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -23,34 +23,9 @@ _LOWER_HALF = 0xFFFFFFFF
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TopKCall:
-    """A call of top_k_indices, whose arguments it has."""
+    """Choice of the best entries of each row of fp32 scores (B, h, ..., n).
 
-    scores: Tensor
-    sizes: Sequence[int]
-    coverage: Sequence[float | None]
-    forced: int
-    ends: Tensor | None
-    counts: Tensor | None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the scores."""
-        return self.scores.device
-
-
-def top_k_indices(
-    scores: Tensor,
-    sizes: Sequence[int],
-    coverage: Sequence[float | None],
-    *,
-    forced: int,
-    ends: Tensor | None = None,
-    counts: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Places of the best entries of fp32 scores (B, h, ..., n), ascending: (B, h, ..., W) int32.
-
-    Args:
+    Attributes:
         scores: any numbers; -inf for what must not be taken. Where a head has a coverage, its mass:
             none below 0, in all at most 1,024.
         sizes: how many of its entries head i takes at most; W is the largest of these, or n.
@@ -62,17 +37,29 @@ def top_k_indices(
             by default.
         counts: (B,) int32, how many entries any head of a sequence takes at most, in addition to
             `sizes`.
-        backend: as for sparse_attention; the reference is torch.
-
-    Returns:
-        The places, padded with PAD. Nothing waits for the device. The smaller place of two with
-        equal scores comes first; where a GPU is left to torch, as it is with a coverage, topk
-        decides, each time alike.
     """
-    places: Tensor = registry.run(
-        "top_k", TopKCall(scores, sizes, coverage, forced, ends, counts), backend
-    )
-    return places
+
+    scores: Tensor
+    sizes: Sequence[int]
+    coverage: Sequence[float | None]
+    _: KW_ONLY
+    forced: int
+    ends: Tensor | None = None
+    counts: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the scores."""
+        return self.scores.device
+
+    def run(self, backend: str = "auto") -> Tensor:
+        """Places of the best entries, ascending and padded with PAD: (B, h, ..., W) int32.
+
+        Nothing waits for the device. The smaller place of two with equal scores comes first; where
+        a GPU is left to torch, as it is with a coverage, topk decides, each time alike.
+        """
+        places: Tensor = registry.run("top_k", self, backend)
+        return places
 
 
 class Reference:
@@ -85,7 +72,7 @@ class Reference:
 
     @staticmethod
     def run(call: TopKCall) -> Tensor:
-        """See top_k_indices."""
+        """See TopKCall.run."""
         scores = call.scores
         sizes = call.sizes
         coverage = call.coverage

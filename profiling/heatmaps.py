@@ -56,8 +56,8 @@ def draw(config: Config) -> list[Path]:
     written: list[Path] = []
     artifact = None
     arrays: Mapping[str, np.ndarray] = {}
-    if config.config is not None:
-        artifact, arrays = load_pair(config.config)
+    if config.artifact is not None:
+        artifact, arrays = load_pair(config.artifact)
     if config.profile is not None:
         profile = load_profile(config.profile)
         _check_profile(profile, artifact)

@@ -33,7 +33,7 @@ _SUFFIXES = (".png", ".svg", ".csv")
 class Config(CommandConfig):
     """Options of a picture; None takes candidates with a head, else the frontier or patterns."""
 
-    config: ArtifactFile
+    artifact: ArtifactFile
     out: Annotated[Out, Arg("stem of the .png, .svg and .csv to write", metavar="STEM")]
     picture: Annotated[
         str | None,
@@ -78,7 +78,7 @@ def draw(config: Config) -> list[Path]:
     Raises:
         HeadwiseError: the artifact cannot be read, or a file cannot be written.
     """
-    artifact, arrays = load_pair(config.config)
+    artifact, arrays = load_pair(config.artifact)
     stem = config.out
     if not stem.name:
         raise HeadwiseError(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
 from torch import nn
 
@@ -15,19 +17,10 @@ from artifacts.errors import one_line
 from kernels.patterns import LayerPlan
 from kernels.registry import BACKENDS
 from runtime.allocator import keep_freed_memory
+from runtime.attention.applied import forget, layer_of, remember, settings_of
 from runtime.attention.function import register
-from runtime.attention.state import (
-    ATTENTION_NAME,
-    CallCounter,
-    Layer,
-    Settings,
-    forget,
-    layer_of,
-    remember,
-    settings_of,
-)
-from runtime.caches.make import check_cache_layers, make_cache
-from runtime.caches.rehearsal import rehearse, rehearsed
+from runtime.attention.layer import ATTENTION_NAME, CallCounter, Layer, Settings
+from runtime.attention.servers import serve_by_dense_kernel, serve_by_patterns, serve_step
 from runtime.devices import execution_device
 from runtime.fingerprint import check
 from runtime.layers import (
@@ -40,11 +33,12 @@ from runtime.layers import (
     text_config,
 )
 from runtime.memory import CacheBytes, cache_bytes
-from runtime.omnikv.decode import OmniKV
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
+    from runtime.attention.layer import Server
+    from runtime.omnikv.decode import OmniKV
 
 # Serializes apply and undo, which read and write the same state.
 _changing = threading.RLock()
@@ -111,55 +105,105 @@ def attach(
         raise HeadwiseError(f"backend must be one of {', '.join(names)}, got {settings.backend!r}")
     model = inner_model(model)
     with _changing:
-        layers, settings = _plan(model, settings, artifact, check_weights)
-        if settings.evicts and rehearsed(model) is None:
-            own = replace(settings, calls=CallCounter(), warned=set())
-            apart = {module: replace(layer, settings=own) for module, layer in layers.items()}
-            with Handle(artifact, model, apart, own):
-                rehearse(model)
-        return Handle(artifact, model, layers, settings)
+        modules = _attention_layers(model)
+        plug_ins = _PlugIns()
+        if artifact is not None:
+            check(artifact.model, model, weights=check_weights)
+            check_sections(artifact, modules)
+            plug_ins = _plug_ins(artifact, model, modules, settings.backend)
+        layers, settings = _plan(model, modules, settings, artifact, plug_ins)
+        if settings.evicts:
+            _rehearse(artifact, model, layers, settings)
+        return Handle(artifact, model, layers, settings, plug_ins.decode)
+
+
+class _PlugIns(NamedTuple):
+    """Servers of the artifact's decode and kv_cache sections: only they are imported.
+
+    Attributes:
+        decode: the decode section at work; None without one.
+        evicting: the server of a kv_cache section, for all layers; None without one.
+        selected: servers of a decode section, by layer.
+    """
+
+    decode: OmniKV | None = None
+    evicting: Server | None = None
+    selected: Mapping[int, Server] = MappingProxyType({})
+
+    def of(self, layer: int) -> tuple[Server, ...]:
+        """Those of a layer, in the order in which they are asked."""
+        own = (self.evicting, self.selected.get(layer))
+        return tuple(server for server in own if server is not None)
+
+
+def _plug_ins(
+    artifact: Artifact, model: Any, modules: dict[int, nn.Module], backend: str
+) -> _PlugIns:
+    """Make the servers of an artifact's sections beside prefill."""
+    evicting = None
+    if artifact.kv_cache is not None:
+        from runtime.caches.evicting import serve_evicting
+        from runtime.caches.make import check_cache_layers
+
+        check_cache_layers(model, modules)
+        evicting = serve_evicting
+    if artifact.decode is None:
+        return _PlugIns(evicting=evicting)
+    from runtime.omnikv.decode import OmniKV
+    from runtime.omnikv.server import SelectedServer
+
+    decode = OmniKV(artifact.decode.omnikv, full_layers(modules), backend=backend)
+    selected = {layer: SelectedServer(decode, role, layer) for layer, role in decode.roles.items()}
+    return _PlugIns(decode, evicting, selected)
+
+
+def _rehearse(
+    artifact: Artifact | None, model: Any, layers: dict[nn.Module, Layer], settings: Settings
+) -> None:
+    """Run the model once on caches under policies, unless that was done before."""
+    from runtime.caches.rehearsal import rehearse, rehearsed
+
+    if rehearsed(model) is not None:
+        return
+    own = replace(settings, calls=CallCounter(), warned=set())
+    apart = {module: replace(layer, settings=own) for module, layer in layers.items()}
+    with Handle(artifact, model, apart, own):
+        rehearse(model)
 
 
 def _plan(
     model: nn.Module,
+    modules: dict[int, nn.Module],
     settings: Settings,
     artifact: Artifact | None,
-    check_weights: bool,
+    plug_ins: _PlugIns,
 ) -> tuple[dict[nn.Module, Layer], Settings]:
     """Return the state of each attention module, and the settings for this model."""
-    modules = _attention_layers(model)
     eager = text_config(model)._attn_implementation == "eager"
     dense_by = settings.dense_by
-    evicts = False
-    decode = None
     plans: dict[int, LayerPlan] = {}
     if artifact is not None:
-        check(artifact.model, model, weights=check_weights)
-        check_sections(artifact, modules)
-        if artifact.kv_cache is not None:
-            check_cache_layers(model, modules)
-            evicts = True
-        if artifact.decode is not None:
-            omnikv = artifact.decode.omnikv
-            decode = OmniKV(omnikv, full_layers(modules), backend=settings.backend)
         if eager and model._supports_sdpa:
             # The model supports sdpa, so the user chose eager: dense calls keep it. apply_dense
             # names its kernel.
             dense_by = "model"
         plans = make_plans(artifact)
-    roles = {} if decode is None else decode.roles
     settings = replace(
         settings,
         dense_by=dense_by,
         model_attention="eager" if eager else "sdpa",
-        decode=decode,
-        evicts=evicts,
+        selects=plug_ins.decode is not None,
+        evicts=plug_ins.evicting is not None,
     )
     around = surrounding(model, modules.values())
-    layers = {
-        module: Layer(settings, number, plans.get(number), roles.get(number), around[module])
-        for number, module in modules.items()
-    }
+    layers = {}
+    for number, module in modules.items():
+        plan = plans.get(number)
+        own = plug_ins.of(number)
+        servers = (*own, serve_step, serve_by_patterns, serve_by_dense_kernel)
+        if plan is None:
+            servers = (*own, serve_step, serve_by_dense_kernel)
+        layers[module] = Layer(settings, number, plan, own, servers, around[module])
     return layers, settings
 
 
@@ -176,8 +220,10 @@ class Handle:
         model: PreTrainedModel,
         layers: dict[nn.Module, Layer],
         settings: Settings,
+        decode: OmniKV | None = None,
     ) -> None:
         self._artifact = artifact
+        self._decode = decode
         self._model: PreTrainedModel | None = model
         self.settings = settings
         self._layers = len(layers)
@@ -190,6 +236,8 @@ class Handle:
             failed.callback(forget, settings, layers)
             whole = (model.config, _implementations(model.config))
             remember(config, layers, settings, former=(whole, (config, former)))
+            if decode is not None:
+                _pass_caches(layers, decode)
             config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
             failed.pop_all()
         devices = {parameter.device for parameter in model.parameters()} | {execution_device(model)}
@@ -234,6 +282,8 @@ class Handle:
         model = self._applied_to
         if model is None:
             raise HeadwiseError("this artifact is no longer applied: it was undone")
+        from runtime.caches.make import make_cache
+
         return make_cache(self._artifact, model, offload)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
@@ -260,10 +310,18 @@ class Handle:
             _SERVED[name]: counts[name] for name, section in sections.items() if section is not None
         }
         result["dense"] = {why: count for why, count in counts.items() if why not in _SERVED}
-        decode = self.settings.decode
-        if decode is not None and (tokens := decode.tokens_read) is not None:
+        if self._decode is not None and (tokens := self._decode.tokens_read) is not None:
             result["tokens"] = tokens
         return result
+
+
+def _pass_caches(layers: dict[nn.Module, Layer], decode: OmniKV) -> None:
+    """Have the modules of a decode section pass their caches to their attention."""
+    from runtime.omnikv.session import pass_cache
+
+    for module, layer in layers.items():
+        if layer.number in decode.roles:
+            layer.hooks.append(pass_cache(module, ATTENTION_NAME))
 
 
 class _Name(str):

@@ -107,7 +107,7 @@ class LoadedArtifact:
                 already; an option is unknown.
         """
         from runtime.apply import attach
-        from runtime.attention.state import Settings
+        from runtime.attention.layer import Settings
 
         if unknown := self.artifact.model.unknown:
             name = one_line(self.artifact.model.name)

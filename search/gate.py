@@ -71,7 +71,7 @@ class Config(CommandConfig):
             ones.
     """
 
-    config: ArtifactFile
+    artifact: ArtifactFile
     model: ModelName
     limits: Limits = Field(default_factory=Limits)
     out: Annotated[
@@ -141,7 +141,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
     one_process("headwise gate")
     if config.out is not None:
         check_writable(config.out)
-    artifact, arrays = load_pair(config.config)
+    artifact, arrays = load_pair(config.artifact)
     length = _length(config, artifact)
     if loaded is None:
         config = settled(config)
@@ -190,7 +190,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         reported_on=prompt_set(HELD_OUT, measured),
         tasks=validated(tasks),
     )
-    left_out = write_for(loaded, config.config, config.out, artifact, arrays, evidence)
+    left_out = write_for(loaded, config.artifact, config.out, artifact, arrays, evidence)
     return replace(result, left_out=left_out)
 
 
@@ -212,7 +212,7 @@ def _length(config: Config, artifact: Artifact) -> int:
     elif artifact.search is not None:
         length = artifact.search.calibration.length
     else:
-        raise HeadwiseError(f"{config.config} has no search section, so --length is required")
+        raise HeadwiseError(f"{config.artifact} has no search section, so --length is required")
     dense_below = artifact.prefill.dense_below
     if length < dense_below:
         raise HeadwiseError(

@@ -33,6 +33,7 @@ from profiling.ranks import Ranks
 from runtime.devices import execution_device
 from runtime.fingerprint import fingerprint
 from search.model.allocation import Allocation
+from search.model.config import PAPER_BUDGET, PAPER_LENGTH, ModelSearch
 from search.model.costs import Costs, causal_tiles
 from search.model.prompts import check_positions
 from search.model.record import save_record, search_info
@@ -40,7 +41,6 @@ from search.model.rows import as_artifact_pattern, score_arrays, winners
 from search.model.run import SearchRun
 from search.model.scoring import estimate_of, prepare_all
 from search.model.start import check_backend, start_run
-from search.paper_config import PaperSearch
 
 SPACE: tuple[Pattern, ...] = (
     make("a_shape", sink=1024, window=4096),
@@ -58,8 +58,11 @@ Scores = Mapping[str, np.ndarray]
 from the candidate's start; within: whether it keeps to the budget."""
 
 
-def run(config: PaperSearch) -> SearchRun:
+def run(config: ModelSearch) -> SearchRun:
     """Search, and write `config.out` with its sidecar; a killed run resumes.
+
+    Args:
+        config: with the preset; None takes the paper's defaults.
 
     Raises:
         HeadwiseError: a user's mistake; no file is written then.
@@ -69,25 +72,26 @@ def run(config: PaperSearch) -> SearchRun:
     config = settled(config)
     check_writable(config.out)
     check_backend(config.backend)
-    parse_task(config.calibration)
-    target = target_tiles(config.budget, config.length, config.dense_tail)
+    (task,) = config.paper_tasks
+    length = config.length or PAPER_LENGTH
+    tail = config.dense_tail or 0
+    target = target_tiles(_budget(config), length, tail)
+    parse_task(task)
     loaded = load_model(
         config.model, dtype=config.dtype, device=config.device, revision=config.revision
     )
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     if not config.beyond_positions:
-        check_positions(config.length, model)
-    prompts = make_prompts(
-        config.calibration, loaded.tokenizer, length=config.length, samples=1, seed=config.seed
-    )
+        check_positions(length, model)
+    prompts = make_prompts(task, loaded.tokenizer, length=length, samples=1, seed=config.seed)
     started = start_run(
         config,
         loaded,
         model,
         prompts,
         SPACE,
-        length=config.length,
-        tails=(config.dense_tail,),
+        length=length,
+        tails=(tail,),
         seen=Seen(prompts),
         ranks=Ranks(),
         began=began,
@@ -95,11 +99,18 @@ def run(config: PaperSearch) -> SearchRun:
     )
     with started as record:
         scores = score_layers(record, target)
-        record.costs = Costs.flops(model, length=config.length, dtype=config.dtype)
+        record.costs = Costs.flops(model, length=length, dtype=config.dtype)
         record.allocation, grid = allocate(record, scores)
         _write(config, record, scores, grid)
         record.ledger.remove()
     return record
+
+
+def _budget(config: ModelSearch) -> str:
+    """The budget of each head as text."""
+    if config.budget is None:
+        return PAPER_BUDGET
+    return str(config.budget)
 
 
 def score_layers(run: SearchRun, target: int) -> dict[int, Scores]:
@@ -206,7 +217,7 @@ def allocate(
 
 
 def _write(
-    config: PaperSearch,
+    config: ModelSearch,
     run: SearchRun,
     scores: Mapping[int, Scores],
     grid: Sequence[Pattern],
@@ -237,11 +248,11 @@ def _write(
     search = search_info(
         run,
         command=config.command,
-        tasks=(parse_task(config.calibration).name,),
+        tasks=(parse_task(config.paper_tasks[0]).name,),
         samples=1,
         preset="paper",
         seed=config.seed,
-        budget=config.budget,
+        budget=_budget(config),
         spent=float(np.nanmean(arrays["chosen.density"])),
         summary=Summary(
             **{name: float(np.nanmean(arrays[f"chosen.{name}"])) for name in _MEASURES},
@@ -250,11 +261,10 @@ def _write(
     )
     # Sizes are token counts: at half the length they cover about twice the fraction, and there
     # sparsity stops paying.
-    prefill = Prefill(
-        dense_below=config.length // 2 if config.dense_below is None else config.dense_below,
-        dense_tail=config.dense_tail,
-        layers=rows,
-    )
+    dense_below = config.dense_below
+    if dense_below is None:
+        dense_below = run.length // 2
+    prefill = Prefill(dense_below=dense_below, dense_tail=run.tails[0], layers=rows)
     artifact = Artifact(model=run.model, search=search, patterns=patterns, prefill=prefill)
     save_record(run, config.out, artifact, arrays, picture=config.picture)
 

@@ -106,7 +106,8 @@ class CommandConfig(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """Copy with other values, which are checked."""
-        return type(self)(**{**dict(self), **changes})
+        typed = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**typed, **changes})
 
     def settings(self) -> dict[str, Any]:
         """Return the options as plain data, without how the command was called."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from artifacts.cli.command import BAD_USE, complain, set_verbosity
+from artifacts.cli.command import BAD_USE, complain, one_process, set_verbosity
 from artifacts.cli.options import (
     ADVANCED,
     Arg,
@@ -25,6 +26,7 @@ from artifacts.cli.options import (
     nested,
     value_type,
 )
+from artifacts.cli.passwords import without_password
 
 C = TypeVar("C", bound=CommandConfig)
 _ALWAYS = "every command: -q no progress and no warnings, -v more on stderr, --version"
@@ -192,6 +194,25 @@ def read(parser: ArgumentParser, config: type[C], words: Sequence[str], command:
     if "command" in config.model_fields:
         typed["command"] = command
     return build(config, typed)
+
+
+def parser_of_verb(module: Any, verb: str) -> ArgumentParser:
+    """Make the parser of a verb from its module: Config, docstring, and EXAMPLES if any."""
+    examples = getattr(module, "EXAMPLES", None)
+    return parser_of(module.Config, f"headwise {verb}", module.__doc__, examples)
+
+
+def run_verb(module: Any, verb: str, words: Sequence[str]) -> int:
+    """Run a verb's module on the words after it, and return the exit status.
+
+    Raises:
+        HeadwiseError: a value is wrong, or torchrun starts several ranks of a one-process command.
+    """
+    typed = f"headwise {verb} {shlex.join(map(without_password, words))}".rstrip()
+    config = read(parser_of_verb(module, verb), module.Config, words, typed)
+    if not module.Config.shares_work:
+        one_process(f"headwise {verb}")
+    return int(module.run(config))
 
 
 def _rest(config: type[CommandConfig]) -> str | None:

@@ -23,7 +23,7 @@ from kernels.gradient import attention_gradients
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
-from kernels.topk import top_k_indices
+from kernels.topk import TopKCall
 
 # Largest error on standard normal inputs: one rounding of the output, and of the probabilities in
 # 16 bits.
@@ -141,7 +141,7 @@ def places_of_rows(inputs: Inputs) -> tuple[float, float]:
     scores = order.float()
     sizes = [n // 4, n // 3]
     actual, expected = (
-        top_k_indices(scores, sizes, [None] * KV_HEADS, forced=1, backend=backend)
+        TopKCall(scores, sizes, [None] * KV_HEADS, forced=1).run(backend)
         for backend in ("triton", "reference")
     )
     return float((actual != expected).sum()), 0.0

@@ -6,7 +6,7 @@ Shapes: B batch, G KV heads, R rows of a cache, D head dim, E value dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -19,19 +19,36 @@ from kernels.native import build
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EvictCall:
-    """A call of drop_lowest, whose arguments it has.
+    """Drop of one of the first `rows` tokens of each KV head: the lowest before the latest ones.
+
+    The last of them takes its row; nothing else moves (H2O, Algorithm 1, where a token is evicted).
+    Sequences may differ in length.
+
+    Attributes:
+        keys: (B, G, R, D), contiguous, as are all.
+        values: (B, G, R, E).
+        scores: (B, G, R) fp32.
+        positions: (B, G, R) int32, in the text.
+        rows: how many rows of each sequence hold tokens; rows - 1 do afterwards. 0 drops none of
+            that sequence.
+        latest: of each sequence; tokens from this position on are not dropped; there must be
+            others.
+        queries: of each sequence; tokens are ranked by their score over (queries - position), how
+            many queries saw them; by the score if None.
 
     Raises:
-        ValueError: arguments that do not go together, in one line with the values.
+        ValueError: tensors that do not go together or are not contiguous; numbers that are not one
+            for each sequence; one row of a sequence, or more than there are.
     """
 
     keys: Tensor
     values: Tensor
     scores: Tensor
     positions: Tensor
+    _: KW_ONLY
     rows: Sequence[int]
     latest: Sequence[int]
-    queries: Sequence[int] | None
+    queries: Sequence[int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -70,44 +87,9 @@ class EvictCall:
             if count == 1 or not 0 <= count <= room:
                 raise ValueError(f"rows must be 0 or 2 to {room}, got {count}")
 
-
-def drop_lowest(
-    keys: Tensor,
-    values: Tensor,
-    scores: Tensor,
-    positions: Tensor,
-    *,
-    rows: Sequence[int],
-    latest: Sequence[int],
-    queries: Sequence[int] | None = None,
-    backend: str = "auto",
-) -> None:
-    """Drop one of the first `rows` tokens of each KV head: the lowest of those before the latest.
-
-    The last of them takes its row; nothing else moves (H2O, Algorithm 1, where a token is evicted).
-    Sequences may differ in length.
-
-    Args:
-        keys: (B, G, R, D), contiguous, as are all.
-        values: (B, G, R, E).
-        scores: (B, G, R) fp32.
-        positions: (B, G, R) int32, in the text.
-        rows: how many rows of each sequence hold tokens; rows - 1 do afterwards. 0 drops none of
-            that sequence.
-        latest: of each sequence; tokens from this position on are not dropped; there must be
-            others.
-        queries: of each sequence; tokens are ranked by their score over (queries - position), how
-            many queries saw them; by the score if None.
-        backend: "cpu" is native code, "reference" torch on any device; "auto" takes the first that
-            serves the call.
-
-    Raises:
-        ValueError: tensors that do not go together or are not contiguous; numbers that are not one
-            for each sequence; one row of a sequence, or more than there are; a named backend that
-            cannot serve the call.
-    """
-    call = EvictCall(keys, values, scores, positions, rows, latest, queries)
-    registry.run("evict", call, backend)
+    def run(self, backend: str = "auto") -> None:
+        """Drop: by native code ("cpu"), or by torch on any device ("reference")."""
+        registry.run("evict", self, backend)
 
 
 class Native:
@@ -122,7 +104,7 @@ class Native:
 
     @staticmethod
     def run(call: EvictCall) -> None:
-        """See drop_lowest."""
+        """See EvictCall."""
         torch.ops.headwise.drop_lowest(
             *call.memory, list(call.rows), list(call.latest), list(call.queries or ())
         )
@@ -138,7 +120,7 @@ class Reference:
 
     @staticmethod
     def run(call: EvictCall) -> None:
-        """See drop_lowest."""
+        """See EvictCall."""
         slots = torch.arange(max(call.rows), device=call.device)
         scores = call.scores[:, :, : len(slots)]
         positions = call.positions[:, :, : len(slots)]
@@ -164,7 +146,7 @@ def ranks(
     latest: Sequence[int],
     queries: Sequence[int] | None = None,
 ) -> Tensor:
-    """(B, G, R): what drop_lowest goes by, infinite for the latest of each sequence."""
+    """(B, G, R): what EvictCall goes by, infinite for the latest of each sequence."""
     if queries is not None:
         seen_by = on_device(tuple(queries), scores.device, torch.int32)[:, None, None] - positions
         scores = scores / seen_by

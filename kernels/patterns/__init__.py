@@ -16,7 +16,7 @@ from kernels.checks import check_groups, check_query_length, check_tensors
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import concat_sequences
 from kernels.patterns.a_shape import AShape
-from kernels.patterns.base import NOT_SIZES, Builder, Inputs, Part, Pattern, build_index
+from kernels.patterns.base import NOT_SIZES, Builder, Inputs, Part, Pattern, SelectCall
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense, dense_index
 from kernels.patterns.paged import Keys, Paged, of_sequence
@@ -228,4 +228,4 @@ class LayerPlan:
             patterns = [self.patterns[head] for head in heads]
             builder = cls.prepare(patterns, Inputs(heads, q, k, scale, window))
             parts.append(Part(heads, patterns, builder))
-        return build_index(parts)
+        return SelectCall(parts).run()

@@ -75,7 +75,7 @@ class Builder:
 
     def __call__(self, patterns: Sequence[Any]) -> SparseIndex:
         """The index of heads with these patterns, one a head."""
-        return build_index([Part(range(len(patterns)), patterns, self)])
+        return SelectCall([Part(range(len(patterns)), patterns, self)]).run()
 
     def widths(self, patterns: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
         """Most diagonals, tiles of a row, and columns of each head, as in SparseIndex.widths."""
@@ -114,11 +114,10 @@ class SelectCall:
         """Device of the builder."""
         return self.builder.device
 
-
-def build_index(parts: Sequence[Part], backend: str = "auto") -> SparseIndex:
-    """The index of a layer; `backend` is as for sparse_attention, the reference is torch."""
-    index: SparseIndex = registry.run("select", SelectCall(parts), backend)
-    return index
+    def run(self, backend: str = "auto") -> SparseIndex:
+        """The index of the layer; the reference is torch."""
+        index: SparseIndex = registry.run("select", self, backend)
+        return index
 
 
 class ReferenceSelect:
@@ -131,7 +130,7 @@ class ReferenceSelect:
 
     @staticmethod
     def run(call: SelectCall) -> SparseIndex:
-        """See build_index."""
+        """See SelectCall.run."""
         order = [head for part in call.parts for head in part.heads]
         # The place of each head in the concatenation of the parts.
         place = sorted(range(len(order)), key=order.__getitem__)

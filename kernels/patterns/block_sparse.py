@@ -6,7 +6,7 @@ Shapes: B batch, h heads of this kind, R query tiles, N key tiles, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Self
 
 import torch
@@ -17,7 +17,7 @@ from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
 from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
 from kernels.patterns.paged import Keys, of_heads, part
-from kernels.topk import csr_offsets, scatter_rows, top_k_indices
+from kernels.topk import TopKCall, csr_offsets, scatter_rows
 
 # Bytes of fp32 numbers held at once: on a GPU little compared with 1M tokens, on a CPU the size of
 # its caches.
@@ -51,8 +51,8 @@ class BlockSparse(Pattern):
         heads, q, k, _, _ = inputs
         return Lists.read(
             inputs,
-            queries=mean_of_tiles(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE),
-            keys=mean_of_tiles(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),
+            queries=MeansCall(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE).run(),
+            keys=MeansCall(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0).run(),
         )
 
 
@@ -215,15 +215,20 @@ def _best_tiles(
     scores[..., :1] = scores[..., 1:].gather(-1, own.expand(*queries.shape[:3], 1))
     scores[..., 1:].masked_fill_((tile >= own) | (tile < own - reach), float("-inf"))
     sizes = [max(blocks, 2) for blocks in call.blocks]
-    return top_k_indices(scores, sizes, coverage, forced=1 + from_first)[..., 1:]
+    return TopKCall(scores, sizes, coverage, forced=1 + from_first).run()[..., 1:]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MeansCall:
-    """A call of mean_of_tiles, whose arguments it has."""
+    """Mean over each tile of positions of some heads of x.
+
+    Attributes:
+        lead: positions of the first tile that are missing.
+    """
 
     x: Keys
     heads: Sequence[int]
+    _: KW_ONLY
     lead: int
 
     @property
@@ -231,15 +236,10 @@ class MeansCall:
         """Device of `x`."""
         return self.x.device
 
-
-def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int, backend: str = "auto") -> Tensor:
-    """Mean over each tile of positions of some heads of x, fp32 (B, h, tiles, D).
-
-    `lead` positions of the first tile are missing. `backend` is as for sparse_attention; the
-    reference is torch.
-    """
-    means: Tensor = registry.run("means", MeansCall(x, heads, lead), backend)
-    return means
+    def run(self, backend: str = "auto") -> Tensor:
+        """The means, fp32 (B, h, tiles, D); the reference is torch."""
+        means: Tensor = registry.run("means", self, backend)
+        return means
 
 
 def pooled(call: MeansCall, pool: Callable[[Keys, int], Tensor]) -> Tensor:
@@ -263,7 +263,7 @@ class ReferenceMeans:
 
     @staticmethod
     def run(call: MeansCall) -> Tensor:
-        """See mean_of_tiles."""
+        """See MeansCall.run."""
         return pooled(call, _pool)
 
 

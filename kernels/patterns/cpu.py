@@ -57,7 +57,7 @@ class Means:
 
     @staticmethod
     def run(call: MeansCall) -> Tensor:
-        """See kernels.patterns.block_sparse.mean_of_tiles."""
+        """See kernels.patterns.block_sparse.MeansCall.run."""
         return pooled(call, _pool)
 
 
@@ -92,7 +92,7 @@ class TopK:
 
     @staticmethod
     def run(call: TopKCall) -> Tensor:
-        """See kernels.topk.top_k_indices."""
+        """See kernels.topk.TopKCall.run."""
         places: Tensor = torch.ops.headwise.top_k_indices(
             call.scores.contiguous(),
             call.sizes,

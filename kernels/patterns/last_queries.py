@@ -7,7 +7,7 @@ dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,23 +15,6 @@ from torch import Tensor
 
 from kernels import registry
 from kernels.patterns.paged import Keys
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class EstimateCall:
-    """A call of `estimate`, whose arguments it has."""
-
-    q: Tensor
-    k: Keys
-    heads: Sequence[int]
-    last_q: Sequence[int]
-    scale: float
-    window: int | None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the queries."""
-        return self.q.device
 
 
 class Masses(NamedTuple):
@@ -58,29 +41,34 @@ class Masses(NamedTuple):
         return slash
 
 
-@torch.no_grad()
-def estimate(
-    q: Tensor,
-    k: Keys,
-    heads: Sequence[int],
-    last_q: Sequence[int],
-    *,
-    scale: float,
-    window: int | None = None,
-    backend: str = "auto",
-) -> Masses:
+@dataclass(frozen=True, eq=False, slots=True)
+class EstimateCall:
     """Attention mass of each column and diagonal from the last queries (Algorithm 2, lines 1-6).
 
-    Args:
+    Attributes:
         q: (B, H, Q, D) queries, the last Q of the K positions.
         k: (B, G, K, D) keys, read where they lie, never repeated for the query heads of a KV head.
         heads: the h query heads asked for.
         last_q: for each of them, by how many last queries; Q if there are no more.
         scale: factor on the logits.
         window: how many keys a query sees, itself included; None for all.
-        backend: as for sparse_attention; the reference is torch.
     """
-    masses: Masses = registry.run(
-        "estimate", EstimateCall(q, k, heads, last_q, scale, window), backend
-    )
-    return masses
+
+    q: Tensor
+    k: Keys
+    heads: Sequence[int]
+    last_q: Sequence[int]
+    _: KW_ONLY
+    scale: float
+    window: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the queries."""
+        return self.q.device
+
+    @torch.no_grad()
+    def run(self, backend: str = "auto") -> Masses:
+        """The masses of all heads asked for; the reference is torch."""
+        masses: Masses = registry.run("estimate", self, backend)
+        return masses

@@ -94,7 +94,7 @@ class Means:
 
     @staticmethod
     def run(call: MeansCall) -> Tensor:
-        """See kernels.patterns.block_sparse.mean_of_tiles."""
+        """See kernels.patterns.block_sparse.MeansCall.run."""
         made, kernel = means(call.x, call.heads, lead=call.lead)
         launch(kernel, call.device)
         return made
@@ -117,7 +117,7 @@ class Select:
 
     @staticmethod
     def run(call: SelectCall) -> SparseIndex:
-        """See kernels.patterns.base.build_index."""
+        """See kernels.patterns.base.SelectCall.run."""
         index, arguments, constants = layout(call)
         for scores in tile_scores(call, index):
             launch(selection(arguments | scores, constants), call.device)
@@ -142,7 +142,7 @@ class TopK:
 
     @staticmethod
     def run(call: TopKCall) -> Tensor:
-        """See kernels.topk.top_k_indices."""
+        """See kernels.topk.TopKCall.run."""
         places, kernel = top_k(call)
         launch(kernel, call.device)
         return places

@@ -15,8 +15,8 @@ import torch
 
 from kernels.index import TILE, SparseIndex, no_lists, num_tiles
 from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
-from kernels.patterns.last_queries import Masses, estimate
-from kernels.topk import ascending, top_k_indices
+from kernels.patterns.last_queries import EstimateCall, Masses
+from kernels.topk import TopKCall, ascending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,9 @@ class VerticalSlash(Pattern):
     def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """See Pattern.prepare."""
         heads, q, k, scale, window = inputs
-        masses = estimate(q, k, heads, [p.last_q for p in largest], scale=scale, window=window)
+        masses = EstimateCall(
+            q, k, heads, [p.last_q for p in largest], scale=scale, window=window
+        ).run()
         return Lines.read(inputs, masses=masses)
 
 
@@ -70,9 +72,9 @@ class Lines(Builder):
         n = num_tiles(self.k_len)
         coverage = [p.coverage for p in patterns]
         columns, distances = zip(*(p.limits() for p in patterns), strict=True)
-        chosen = top_k_indices(self.masses.vertical, columns, coverage, forced=TILE)
-        distance = top_k_indices(self.masses.slash(), distances, coverage, forced=TILE).to(
-            torch.int64
+        chosen = TopKCall(self.masses.vertical, columns, coverage, forced=TILE).run()
+        distance = (
+            TopKCall(self.masses.slash(), distances, coverage, forced=TILE).run().to(torch.int64)
         )
         shape = (self.batch, len(patterns))
         offsets = torch.zeros(*shape, n + 1, dtype=torch.bool, device=self.device)

@@ -18,7 +18,7 @@ class Comparison(CommandConfig):
     """Options of one comparison; 0 leaves a measurement out."""
 
     model: ModelName
-    config: Annotated[
+    artifact: Annotated[
         ArtifactFile | None, Arg("artifact with a decode section; none: --policy alone")
     ] = None
     policies: Annotated[
@@ -67,7 +67,7 @@ class Comparison(CommandConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.config is None and not self.policies:
+        if self.artifact is None and not self.policies:
             raise HeadwiseError("name an artifact with a decode section, or caches with --policy")
         if self.dense_prefill and self.offload != ("auto",):
             raise HeadwiseError("--dense-prefill makes a cache of its own: leave --offload away")

@@ -86,7 +86,7 @@ def _compare(
     compared = methods(headwise, config.offload)
     compared += [of_policy(loaded, text, parse_cache(text)) for text in config.policies]
     timed = _timed(config, loaded, compared)
-    seen = Seen.by([load_pair(config.config)[1]] if config.config else [])
+    seen = Seen.by([load_pair(config.artifact)[1]] if config.artifact else [])
     notes: dict[str, list[dict[str, Any]]] = {"seen_by_search": [], "fewer_prompts": []}
     prompts: list[Prompt] = []
     if config.trials:
@@ -125,11 +125,11 @@ def _compare(
 
 def _artifact(config: Comparison) -> LoadedArtifact | None:
     """Load the artifact."""
-    if config.config is None:
+    if config.artifact is None:
         return None
-    artifact = load(config.config)
+    artifact = load(config.artifact)
     if artifact.decode is None:
-        raise HeadwiseError(f"{config.config} has no decode section: headwise filters writes one")
+        raise HeadwiseError(f"{config.artifact} has no decode section: headwise filters writes one")
     if config.dense_prefill and (
         artifact.kv_cache is not None or artifact.decode.omnikv.selector != "last"
     ):
@@ -137,7 +137,7 @@ def _artifact(config: Comparison) -> LoadedArtifact | None:
             "--dense-prefill fills a plain cache: an artifact with a kv_cache section, or a "
             "selector other than last, needs its own"
         )
-    return load_headwise(config.config)
+    return load_headwise(config.artifact)
 
 
 def _timed(config: Comparison, loaded: LoadedModel, compared: Sequence[Method]) -> Timed:
@@ -227,7 +227,7 @@ def _record(
         "rows": [asdict(row) for row in rows],
         "all_seconds": timed.seconds,
         "speedups": {name: of_rounds(timed.seconds, name).over for name in timed.seconds},
-        "settings": {**config.settings(), "config": config.config and config.config.name},
+        "settings": {**config.settings(), "artifact": config.artifact and config.artifact.name},
         "artifact": artifact,
         "environment": environment(config.device),
     }

@@ -12,7 +12,7 @@ import torch
 
 from artifacts import HeadwiseError
 from profiling.models.loading import LoadedModel, check_attention, commit_of
-from runtime.attention.state import layer_of
+from runtime.attention.applied import layer_of
 from runtime.autocast import autocast_on
 from runtime.devices import execution_device
 from runtime.layers import attention_layers, inner_model

@@ -53,7 +53,7 @@ class Heatmaps(CommandConfig):
         head: (layer, query head).
     """
 
-    config: Annotated[
+    artifact: Annotated[
         ArtifactFile | None,
         Arg("artifact: its pattern is drawn over a head's attention, its filter layers marked"),
     ] = None

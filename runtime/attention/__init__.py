@@ -1,1 +1,1 @@
-"""Attention of transformers' interface: function.py, read first, selects a kernel for each call."""
+"""Attention of transformers' interface: function.py, read first, asks a layer's servers in turn."""

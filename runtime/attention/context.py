@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from kernels import registry
 from kernels.call import Operands
 from kernels.ragged import Ragged
+from runtime.attention.chunk import Chunk
 
 # Calls with fewer queries than one tile are served as decode, not as prefill (the last queries of a
 # prompt, drafts to verify).
@@ -25,28 +26,6 @@ MIN_BEHIND_A_PAST = 128
 
 # Runs of real slots in each row: [start, end) of each.
 Rows = tuple[tuple[tuple[int, int], ...], ...]
-
-
-class Sequence(NamedTuple):
-    """Sequence of a call, by its queries and keys.
-
-    Its q_len queries, from q_start on, are the last of its k_len keys, from k_start on.
-    """
-
-    row: int
-    q_start: int
-    q_len: int
-    k_start: int
-    k_len: int
-
-    @property
-    def slots(self) -> tuple[slice, slice, slice]:
-        """Its batch element, its queries and its keys."""
-        return (
-            slice(self.row, self.row + 1),
-            slice(self.q_start, self.q_start + self.q_len),
-            slice(self.k_start, self.k_start + self.k_len),
-        )
 
 
 def is_long(q_len: int, k_len: int, dense_below: int, dense_tail: int) -> bool:
@@ -109,21 +88,19 @@ class Context:
         return True, firsts if any(firsts) else None
 
     @cached_property
-    def sequences(self) -> tuple[Sequence, ...]:
+    def sequences(self) -> tuple[Chunk, ...]:
         """The sequences that have queries in the call."""
         sequences = []
         for row, (start, end) in enumerate(self.ranges or ()):
             first = max(start, self.q_start)
             if first < end:
-                sequences.append(
-                    Sequence(row, first - self.q_start, end - first, start, end - start)
-                )
+                sequences.append(Chunk(row, first - self.q_start, end - first, start, end - start))
         return tuple(sequences)
 
-    def long(self, dense_below: int, dense_tail: int) -> tuple[Sequence, ...]:
+    def long(self, dense_below: int, dense_tail: int) -> tuple[Chunk, ...]:
         """Return the sequences that patterns serve: see is_long."""
         key = dense_below, dense_tail
-        sequences: tuple[Sequence, ...] | None = self._cache.get(key)
+        sequences: tuple[Chunk, ...] | None = self._cache.get(key)
         if sequences is None:
             sequences = tuple(
                 sequence
@@ -133,7 +110,7 @@ class Context:
             self._cache[key] = sequences
         return sequences
 
-    def alone(self, sequence: Sequence) -> Context:
+    def alone(self, sequence: Chunk) -> Context:
         """Return the context of one sequence alone."""
         if sequence not in self._cache:
             ranges = ((0, sequence.k_len),)
@@ -152,7 +129,7 @@ class Context:
         start = self.q_start + begin
         return Context(start, end - begin, self.k_len, ranges, window=self.window)
 
-    def batch_of(self, sequences: tuple[Sequence, ...]) -> tuple[slice | None, Ragged | None]:
+    def batch_of(self, sequences: tuple[Chunk, ...]) -> tuple[slice | None, Ragged | None]:
         """Return slots of the keys (None: all) and Ragged (None: whole rows) of one launch."""
         batch: tuple[slice | None, Ragged | None] | None = self._cache.get(sequences)
         if batch is None:
@@ -160,10 +137,10 @@ class Context:
             self._cache[sequences] = batch
         return batch
 
-    def _batch_of(self, sequences: tuple[Sequence, ...]) -> tuple[slice | None, Ragged | None]:
+    def _batch_of(self, sequences: tuple[Chunk, ...]) -> tuple[slice | None, Ragged | None]:
         alike = len(sequences) == self.batch and len({sequence[1:] for sequence in sequences}) == 1
         if not alike or sequences[0].q_len != self.q_len:
-            return None, Ragged.from_sequences(sequences)
+            return None, Ragged.from_sequences([sequence[:5] for sequence in sequences])
         if sequences[0].k_len == self.k_len:
             return None, None
         return sequences[0].slots[2], None

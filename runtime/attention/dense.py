@@ -13,8 +13,9 @@ from torch import Tensor
 from kernels import registry
 from kernels.call import Operands
 from kernels.dense import dense_attention
+from runtime.attention.call import Call
+from runtime.attention.layer import MIN_KEYS_DENSE
 from runtime.attention.mask import PrefillMask
-from runtime.attention.state import MIN_KEYS_DENSE, Call
 from runtime.layers import eager_attention
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from kernels.copies import on_device
+from runtime.attention.applied import settings_of
 from runtime.attention.context import MIN_QUERIES, Context, Rows
-from runtime.attention.state import Settings, settings_of
+from runtime.attention.layer import Settings
 from runtime.lazy import LazyTensor
 
 
@@ -292,7 +293,7 @@ class _MaskRequest:
             return mask
         near = window is None or self.k_len <= window
         kernel = settings.dense_kernels and mask.device.type == "cpu" and near
-        selects = settings.decode is not None and window is None
+        selects = settings.selects and window is None
         end = self.offset + self.k_len
         if not (kernel or selects) or self.start + 1 != end:
             return mask

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import artifacts
 from kernels.copies import on_device
-from kernels.decode.dropping import drop_lowest, ranks
+from kernels.decode.dropping import EvictCall, ranks
 from runtime.caches.pages import Pages, tokens
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step, View
@@ -84,8 +84,8 @@ class H2O(Policy):
     def _budget(self, seen: int) -> int:
         return tokens(self.record.heavy, seen) + tokens(self.record.recent, seen)
 
-    def sees(self, step: Step) -> View:
-        """See Policy.sees: all tokens."""
+    def view(self, step: Step) -> View:
+        """See Policy.view: all tokens."""
         shape = step.k.shape[:3]
         device = step.k.device
         if len(set(self.seen)) == 1:
@@ -101,8 +101,8 @@ class H2O(Policy):
         )
         return View(keys, values, self._ends(device), scored=True)
 
-    def after(self, step: Step, scores: Tensor | None) -> None:
-        """See Policy.after: add to the scores, drop the lowest."""
+    def update(self, step: Step, scores: Tensor | None) -> None:
+        """See Policy.update: add to the scores, drop the lowest."""
         assert scores is not None
         held = self.scores[:, :, : scores.shape[2]]
         held += scores
@@ -125,5 +125,5 @@ class H2O(Policy):
         while any(kept > limit for kept, limit in zip(self.kept, keep, strict=True)):
             both = list(zip(self.kept, keep, strict=True))
             rows = [kept if kept > limit else 0 for kept, limit in both]
-            drop_lowest(*memory, rows=rows, latest=latest, queries=queries, backend=backend)
+            EvictCall(*memory, rows=rows, latest=latest, queries=queries).run(backend)
             self.kept = tuple(kept - (kept > limit) for kept, limit in both)

@@ -202,7 +202,7 @@ class PolicyLayer(CacheLayerMixin):
         self._new = key_states.detach(), value_states.detach()
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
 
-    def take(self, q: Tensor, spans: Spans | None, **options: Any) -> Iterable[Part]:
+    def begin(self, q: Tensor, spans: Spans | None, **options: Any) -> Iterable[Part]:
         """Take the tokens of the last update: their parts, each to be served before the next.
 
         Then comes finish(): a call that was interrupted leaves a cache that takes no more tokens.
@@ -397,9 +397,9 @@ class PolicyLayer(CacheLayerMixin):
             for part in self._take(draft.call.slots(0, length), spans):
                 policy = part.policy
                 for step in policy.steps(part.step):
-                    view = policy.sees(step)
+                    view = policy.view(step)
                     # Its tokens are needed, not its output.
-                    policy.after(step, view.attend(step)[1] if view.scored else None)
+                    policy.update(step, view.attend(step)[1] if view.scored else None)
 
     def _why_not_crop(self, count: int) -> str:
         if len(self._batches) > 1 or self.policies[0].seen != (self._slots,) * len(self._runs):

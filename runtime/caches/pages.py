@@ -62,7 +62,7 @@ class PromptPages(Pages, ABC):
         return left_of_prompt(self.budget, self.window, prompt, prompt)
 
     @abstractmethod
-    def elect(
+    def select(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
     ) -> Tensor:
         """Tokens (B, G, n) of a prompt that are kept, ascending.

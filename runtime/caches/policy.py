@@ -59,14 +59,14 @@ def write(memory: Tensor, new: Tensor, slots: tuple[int, ...]) -> None:
 class Policy(ABC):
     """Keys and values of some KV heads, for the sequences of a batch.
 
-    A policy is a subclass with two rules. `sees` takes in a step's tokens (`_add`) and returns the
-    keys that its queries see; `after` drops what may go (`_keep`). A step of one token has
+    A policy is a subclass with two rules. `view` takes in a step's tokens (`_add`) and returns the
+    keys that its queries see; `update` drops what may go (`_keep`). A step of one token has
     sequences of any lengths (`_ends`); in a step of more tokens all sequences have seen and kept
     equally many. It may also override
     - `maker`, if it is made of more than its record,
     - `steps`, if tokens may go within a call,
     - `size`, if it knows better how much memory it needs,
-    - `snapshot`, if `sees` overwrites cached tokens,
+    - `snapshot`, if `view` overwrites cached tokens,
     - `paged`, if vLLM serves it.
     Two hosts serve policies: PolicyLayer (runtime.caches.layer), the cache layer of transformers,
     handles batches of different lengths, beams, drafts, and KV heads with different policies;
@@ -114,10 +114,10 @@ class Policy(ABC):
         return (call,)
 
     @abstractmethod
-    def sees(self, step: Step) -> View:
+    def view(self, step: Step) -> View:
         """Take in the step's tokens, and return the keys that its queries see."""
 
-    def after(self, step: Step, scores: Tensor | None) -> None:  # noqa: B027
+    def update(self, step: Step, scores: Tensor | None) -> None:  # noqa: B027
         """Drop what may go after a step.
 
         Args:
@@ -145,7 +145,7 @@ class Policy(ABC):
         return selected
 
     def snapshot(self) -> Self:
-        """State before a call, to return to it; `sees` writes behind the tokens that are kept."""
+        """State before a call, to return to it; `view` writes behind the tokens that are kept."""
         return copy.copy(self)
 
     @staticmethod
@@ -230,8 +230,8 @@ class Full(Policy):
         """See Policy.paged."""
         return EveryPage()
 
-    def sees(self, step: Step) -> View:
-        """See Policy.sees."""
+    def view(self, step: Step) -> View:
+        """See Policy.view."""
         keys, values = self._add(keys=step.k, values=step.v)
         if step.length > 1:
             return View(keys, values, whole=True)

@@ -30,13 +30,13 @@ class SnapKVPages(PromptPages):
 
     pool: int
 
-    def elect(
+    def select(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
     ) -> Tensor:
         """See PromptPages.elect."""
         q = q[:, :, -self.window :]
         votes = votes_of(self, q, k, v, scale=scale, softcap=softcap)
-        return elect(votes, self.left(k.shape[2]), self.window)
+        return select(votes, self.left(k.shape[2]), self.window)
 
 
 def votes_of(
@@ -60,7 +60,7 @@ def votes_of(
     return torch.nn.functional.avg_pool1d(scores, sizes.pool, stride=1, padding=sizes.pool // 2)
 
 
-def elect(votes: Tensor, count: int, window: int) -> Tensor:
+def select(votes: Tensor, count: int, window: int) -> Tensor:
     """Rows (B, G, count), ascending: those with most votes (B, G, n - W), and the window's own."""
     earlier = votes.shape[2]
     best = votes.topk(count - window, dim=2).indices.sort(dim=2).values
@@ -95,8 +95,8 @@ class SnapKV(Policy):
         """See Policy.paged."""
         return SnapKVPages(record.budget, record.window, record.pool)
 
-    def sees(self, step: Step) -> View:
-        """See Policy.sees: all tokens."""
+    def view(self, step: Step) -> View:
+        """See Policy.view: all tokens."""
         first = max(self.kept) == 0
         keys, values = self._add(keys=step.k, values=step.v)
         if step.length == 1:
@@ -105,8 +105,8 @@ class SnapKV(Policy):
             return View(step.k, step.v, whole=True)
         return View(keys, values)
 
-    def after(self, step: Step, scores: Tensor | None) -> None:
-        """See Policy.after: only after a prompt or a chunk of one."""
+    def update(self, step: Step, scores: Tensor | None) -> None:
+        """See Policy.update: only after a prompt or a chunk of one."""
         window = self.record.window
         if step.length == 1:
             return
@@ -116,7 +116,7 @@ class SnapKV(Policy):
             if not any(self.settled):
                 _warn_short(window)
         elif count < held:
-            self._keep(elect(self._votes(step), count, window))
+            self._keep(select(self._votes(step), count, window))
 
     def _votes(self, call: Step) -> Tensor:
         """Votes (B, G, n - W) of the window's queries."""

@@ -66,8 +66,8 @@ class Window(Policy):
             f"before it caches them: use 'original'"
         )
 
-    def sees(self, step: Step) -> View:
-        """See Policy.sees: sinks are stored, and a single token; see `after` for others."""
+    def view(self, step: Step) -> View:
+        """See Policy.view: sinks are stored, and a single token; see `update` for others."""
         if step.length == 1:
             return self._one(step)
         past = self.seen[0]
@@ -85,8 +85,8 @@ class Window(Policy):
             sinks=self._sinks(step, min(self.sinks, total)) if total > self.window else None,
         )
 
-    def after(self, step: Step, scores: Tensor | None) -> None:
-        """See Policy.after: tokens of a chunk overwrite the oldest ones."""
+    def update(self, step: Step, scores: Tensor | None) -> None:
+        """See Policy.update: tokens of a chunk overwrite the oldest ones."""
         if step.length == 1:
             return
         past = self.seen[0]

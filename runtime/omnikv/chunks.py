@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.dense import dense_attention
 from kernels.ragged import Ragged
-from kernels.topk import top_k_indices
+from kernels.topk import TopKCall
 from runtime.omnikv.bank import OffloadedTensor
 
 
@@ -49,7 +49,7 @@ class ChunkSelection:
         if starts is not None:
             padding = torch.arange(past, device=scores.device) < starts[:, None]
             scores.masked_fill_(padding, float("-inf"))
-        tokens = top_k_indices(scores[:, None], [width], [None], forced=0)[:, 0].long()
+        tokens = TopKCall(scores[:, None], [width], [None], forced=0).run()[:, 0].long()
         counts = tuple(max(min(width, past - first), 0) for first in firsts)
         if min(counts) < width:
             missing = torch.tensor(

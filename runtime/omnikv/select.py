@@ -18,7 +18,7 @@ from torch import Tensor
 
 import artifacts
 from kernels.index import PAD
-from kernels.topk import top_k_indices
+from kernels.topk import TopKCall
 from runtime.omnikv.session import FilterCache
 
 # Weights of the selector "exponential" halve from a query to the one before it.
@@ -177,9 +177,9 @@ def _best(
         scores: (B, K), written to.
         newest: (B or 1, Q) the tokens of the queries: always selected, since a query sees itself.
         width: C.
-        ends: see top_k_indices.
-        counts: see top_k_indices.
+        ends: see TopKCall.
+        counts: see TopKCall.
     """
     scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
-    best = top_k_indices(scores[:, None], [width], [None], forced=0, ends=ends, counts=counts)
+    best = TopKCall(scores[:, None], [width], [None], forced=0, ends=ends, counts=counts).run()
     return best[:, 0]

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from artifacts import HeadwiseError
-
-# Keyword argument of attention functions.
-CACHE = "headwise_cache"
+from runtime.attention.call import CACHE
 
 
 class FilterCache(Protocol):

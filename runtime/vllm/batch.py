@@ -16,43 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.decode import MAX_QUERIES
+from runtime.attention.chunk import Chunk
 from runtime.attention.context import MIN_QUERIES
 
 # Attribute of vLLM's metadata that holds the Batch of the layers served here.
 KEY = "headwise"
-
-
-class Chunk(NamedTuple):
-    """`q_len` new tokens of a request from row `q_start` on, the last of its `k_len`.
-
-    Attributes:
-        prompt: tokens of the request's prompt, 0 where no layer asks for it. Where it is known, a
-            chunk is all prompt or all generated.
-    """
-
-    request: int
-    q_start: int
-    q_len: int
-    k_len: int
-    prompt: int = 0
-
-    @property
-    def generated(self) -> bool:
-        """True if its tokens are known to come after the prompt."""
-        return 0 < self.prompt < self.k_len
-
-    @property
-    def rows(self) -> slice:
-        """Rows of the chunk's queries in the step."""
-        return slice(self.q_start, self.q_start + self.q_len)
-
-    def cut(self, limit: int) -> Iterator[Chunk]:
-        """Split into chunks of at most `limit` tokens."""
-        past = self.k_len - self.q_len
-        for begin in range(0, self.q_len, limit):
-            end = min(begin + limit, self.q_len)
-            start = self.q_start + begin
-            yield self._replace(q_start=start, q_len=end - begin, k_len=past + end)
 
 
 class Group(NamedTuple):
@@ -148,8 +116,8 @@ class Batch:
             by_length.setdefault(chunk.q_len, []).append(chunk)
         groups = []
         for q_len, alike in by_length.items():
-            requests = self._moved(_joined(slice(c.request, c.request + 1) for c in alike))
-            rows = self._moved(_joined(chunk.rows for chunk in alike))
+            requests = self._moved(_joined(slice(c.row, c.row + 1) for c in alike))
+            rows = self._moved(_joined(chunk.queries for chunk in alike))
             k_lens = [chunk.k_len for chunk in alike]
             if self.lengths is None:
                 ends = self._moved(torch.tensor(k_lens, dtype=torch.int32, device="cpu"))
@@ -165,7 +133,7 @@ class Batch:
 
     def pages(self, chunk: Chunk, size: int) -> Tensor:
         """Pages (N,) of a request, of `size` tokens each."""
-        return self.block_table[chunk.request, : -(-chunk.k_len // size)]
+        return self.block_table[chunk.row, : -(-chunk.k_len // size)]
 
     def _moved(self, x: Any) -> Any:
         """Move a tensor to the device of the block table; a slice stays."""
@@ -184,7 +152,7 @@ def requests_of(common: Any, *, exact: bool = False) -> tuple[Chunk, ...]:
     if k_lens is None or exact:
         k_lens = common.seq_lens
     return tuple(
-        Chunk(number, start, end - start, k_len)
+        Chunk(number, start, end - start, 0, k_len)
         for number, ((start, end), k_len) in enumerate(zip(spans, k_lens.tolist(), strict=False))
         if end > start
     )
@@ -194,7 +162,7 @@ def split_at_prompts(requests: Sequence[Chunk], prompts: Sequence[int]) -> tuple
     """Split requests at the ends of their prompts, whose lengths are `prompts` (R,)."""
     chunks = []
     for chunk in requests:
-        prompt = prompts[chunk.request]
+        prompt = prompts[chunk.row]
         behind = chunk.k_len - prompt
         if 0 < behind < chunk.q_len:
             q_len = chunk.q_len - behind
@@ -210,7 +178,7 @@ def prefills_of(common: Any, requests: Sequence[Chunk]) -> list[Chunk]:
     if common.is_prefilling is None:
         return several
     prefills = common.is_prefilling.tolist()
-    return [each for each in several if each.q_len >= MIN_QUERIES or prefills[each.request]]
+    return [each for each in several if each.q_len >= MIN_QUERIES or prefills[each.row]]
 
 
 def special(common: Any) -> bool:

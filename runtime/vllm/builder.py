@@ -7,10 +7,10 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
+from runtime.attention.chunk import Chunk
 from runtime.vllm.batch import (
     KEY,
     Batch,
-    Chunk,
     prefills_of,
     requests_of,
     special,

@@ -15,13 +15,13 @@ from kernels import registry
 from kernels.call import Operands
 from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
+from runtime.attention.chunk import Chunk
 from runtime.attention.context import is_long
 from runtime.layers import SLIDES, make_plans, slice_heads
 from runtime.omnikv.select import Selector
-from runtime.vllm.batch import Chunk
-from runtime.vllm.check import engine_misfits, grouped, reasons_by_layer, summary, why_dense
 from runtime.vllm.counters import SPARSE, Counters, log
 from runtime.vllm.filters import FilterDecode
+from runtime.vllm.misfits import engine_misfits, grouped, reasons_by_layer, summary, why_dense
 from runtime.vllm.options import HASH_KEY, Options, options_of
 from runtime.vllm.policy_host import PagedPolicy, paged_policies
 
@@ -241,6 +241,7 @@ class Engine:
             raise HeadwiseError(f"{where} drops tokens, but the layer is dense: {layer.why_dense}")
         if not policy.takes_sinks and getattr(module.impl, "sinks", None) is not None:
             raise HeadwiseError(f"{where} cannot be served: the layer uses attention sinks")
+        # vLLM asks each layer itself, and has no option for a layer of another class.
         full_spec = module.get_kv_cache_spec
         module.get_kv_cache_spec = lambda config: policy.spec(full_spec(config))
 
@@ -277,6 +278,8 @@ def why_unserved(module: Any) -> str | None:
     return registry.fast("attention", Operands(key.to(module.dtype), key, key))[1]
 
 
+# vLLM makes backends, builders and layers from its own configuration, and hands no object of ours
+# from one to the next: the engine of a process is found by that configuration.
 _latest: Engine | None = None
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
+from runtime.attention.chunk import Chunk
 from runtime.omnikv.select import Role, Selector
-from runtime.vllm.batch import Batch, Chunk, Group
+from runtime.vllm.batch import Batch, Group
 from runtime.vllm.step import LayerStep
 
 # Maximum bytes of a filter layer's scores at a time: more requests are served in parts.

@@ -17,8 +17,9 @@ from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from kernels.registry import NoKernelError
-from runtime.attention.state import error_category, message
-from runtime.vllm.batch import KEY, Batch, Chunk, Group
+from runtime.attention.chunk import Chunk
+from runtime.attention.failures import error_category, message
+from runtime.vllm.batch import KEY, Batch, Group
 from runtime.vllm.engine import Engine, ServedLayer, engine_of
 from runtime.vllm.step import PAGE, LayerStep, quantised, split_kv, write_kv
 
@@ -173,7 +174,7 @@ class SparseImpl(_Parent):
         whole = chunk.q_len == chunk.k_len and self.kv_sharing_target_layer_name is None
         if whole and step.own is not None:
             # All keys are of this step: read them unquantized, not from the cache.
-            k, v = (x[chunk.rows].transpose(0, 1)[None] for x in step.own)
+            k, v = (x[chunk.queries].transpose(0, 1)[None] for x in step.own)
             step = replace(step, k=k, v=v, v_scale=1.0, options=self._options())
             table = None
         scale = step.options["scale"]
@@ -208,7 +209,7 @@ class SparseImpl(_Parent):
             v=v,
             options=self._options(),
         )
-        chunk = Chunk(0, 0, len(query), k_len, prompt=k_len)
+        chunk = Chunk(0, 0, len(query), 0, k_len, prompt=k_len)
         self._build_kernels(served, step)
         if served.plan is not None and self._engine.is_sparse(chunk):
             q = query.transpose(0, 1)[None]
@@ -221,7 +222,7 @@ class SparseImpl(_Parent):
     def _build_kernels(self, served: ServedLayer, step: LayerStep) -> None:
         """Launch each kernel that may serve this layer once, on one page of keys."""
         table = torch.zeros(1, 1, dtype=torch.int32, device=step.query.device)
-        prompt = Chunk(0, 0, PAGE, PAGE)
+        prompt = Chunk(0, 0, PAGE, 0, PAGE)
         batch = Batch(block_table=table, requests=(prompt,))
         query = step.query.new_zeros(PAGE, *step.query.shape[1:])
         keys = query.new_zeros(PAGE, step.k.shape[2], query.shape[-1])

@@ -19,10 +19,11 @@ from torch import Tensor
 
 import artifacts
 from kernels.index import PAD
+from runtime.attention.chunk import Chunk
 from runtime.caches.make import POLICIES
 from runtime.caches.pages import EndPages, PromptPages
 from runtime.caches.step import Sinks
-from runtime.vllm.batch import Chunk, Group
+from runtime.vllm.batch import Group
 from runtime.vllm.step import LayerStep
 
 
@@ -222,7 +223,7 @@ class PagedPrompts(PagedPolicy):
             voting = queries[:, heads].flatten(1, 2)
             keys = k[:, heads].to(query.dtype)
             values = v[:, heads].to(query.dtype)
-            rows = each.elect(voting, keys, values, **step.scoring)[0]
+            rows = each.select(voting, keys, values, **step.scoring)[0]
             to = torch.arange(rows.shape[1], device=query.device)
             slots = pages[to // size], to % size, heads[:, None]
             step.k[slots] = k[0, heads[:, None], rows]

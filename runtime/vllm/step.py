@@ -17,7 +17,8 @@ from torch import Tensor
 from kernels.decode import decode_attention
 from kernels.dense import dense_attention
 from kernels.ragged import Ragged
-from runtime.vllm.batch import Batch, Chunk, Group
+from runtime.attention.chunk import Chunk
+from runtime.vllm.batch import Batch, Group
 
 # Tokens of a tile of our kernels: a page that holds one is read in one piece.
 PAGE = 64
@@ -89,8 +90,8 @@ class LayerStep:
 
     def of(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and output (1, H, Q, D) of a request, and its pages (1, N)."""
-        query = self.query[chunk.rows].transpose(0, 1)[None]
-        output = self.output[chunk.rows].transpose(0, 1)[None]
+        query = self.query[chunk.queries].transpose(0, 1)[None]
+        output = self.output[chunk.queries].transpose(0, 1)[None]
         return query, output, self.batch.pages(chunk, self.size)[None]
 
     def rescale(self, out: Tensor) -> Tensor:

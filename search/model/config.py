@@ -26,9 +26,14 @@ from artifacts.cli.options import ADVANCED, Arg, CommandConfig, bytes_of
 from artifacts.schema.search import CostUnit
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
-from search.paper_config import PAPER_BUDGET, PAPER_LENGTH
 from search.study import STORAGE_HELP
 
+# Defaults of --preset paper.
+PAPER_LENGTH = 30_000
+PAPER_BUDGET = "a_shape:1024,4096"
+PAPER_TASK = "kv_retrieval"
+# What it has no use for.
+_NOT_PAPER = ("samples", "cost", "storage", "limits", "max_memory", "keep")
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask
 # elsewhere than at the end of a prompt, so they see no gain in a tail, and users' prompts end
 # with a question more often than not: without a tail SmolLM2 lost 5 of 6 pass keys at 4,096 tokens,
@@ -57,7 +62,7 @@ class ModelSearch(CommandConfig):
         storage: of an Optuna study of all that is measured, any URL that it takes; None keeps none.
         max_memory: bytes of weights that stay on the device, None all; the other layers come in
             one at a time.
-        preset: paper asks for the search of PaperSearch, with the options that it has.
+        preset: paper asks for the search of search.paper, which has no use for some options.
     """
 
     shares_work: ClassVar[bool] = True
@@ -151,6 +156,7 @@ class ModelSearch(CommandConfig):
                 "query would be dense"
             )
         if self.preset is not None:
+            self._check_preset()
             return self
         if isinstance(self.budget, str):
             raise HeadwiseError(
@@ -162,6 +168,27 @@ class ModelSearch(CommandConfig):
                 f"--budget must be above 0 and at most 1 (dense attention), got {self.share:g}"
             )
         return self
+
+    def _check_preset(self) -> None:
+        """Raise HeadwiseError for an option that --preset paper has no use for."""
+        typed = (self.model_fields_set - {"limits"}) | self.limits.model_fields_set
+        without = {*_NOT_PAPER, *type(self.limits).model_fields}
+        for name in sorted(typed & without):
+            raise HeadwiseError(
+                f"--{name.replace('_', '-')} goes with one budget for the model, not with "
+                "--preset paper"
+            )
+        if len(self.paper_tasks) > 1:
+            raise HeadwiseError(
+                f"--task takes one value with --preset paper, got {len(self.tasks)}"
+            )
+
+    @property
+    def paper_tasks(self) -> tuple[str, ...]:
+        """The task of --preset paper."""
+        if "tasks" in self.model_fields_set:
+            return self.tasks
+        return (PAPER_TASK,)
 
     @property
     def held_out_tasks(self) -> tuple[str, ...]:

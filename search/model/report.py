@@ -24,7 +24,6 @@ from search.model.frontier import table
 from search.model.losses import format_row
 from search.model.run import CHOSEN, SearchRun
 from search.model.speed import clock_drift, longest_sdpa
-from search.paper_config import PaperSearch
 
 # Factor by which a longer prompt is advised where one is too short to gain.
 _LONGER = 4
@@ -49,7 +48,7 @@ def report(config: ModelSearch, run: SearchRun) -> str:
     return "\n".join(lines)
 
 
-def report_paper(config: PaperSearch, run: SearchRun) -> str:
+def report_paper(config: ModelSearch, run: SearchRun) -> str:
     """The report of a search with a budget for each head, which measures nothing end to end."""
     artifact = run.artifact
     search = artifact.search

@@ -25,7 +25,6 @@ from profiling.ranks import Ranks
 from runtime.layers import attention_layers, full_layers
 from search.model.config import ModelSearch
 from search.model.run import SearchRun
-from search.paper_config import PaperSearch
 
 # Raised where the resume file would keep another value under the same name.
 _VERSION = 7
@@ -33,7 +32,7 @@ _VERSION = 7
 
 @contextmanager
 def start_run(
-    config: ModelSearch | PaperSearch,
+    config: ModelSearch,
     loaded: LoadedModel,
     model: ModelInfo,
     prompts: list[Prompt],

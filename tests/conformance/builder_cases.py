@@ -16,11 +16,11 @@ from torch import Tensor
 from kernels.attention import triton as attention
 from kernels.index import PAD, SparseIndex, no_lists, num_tiles
 from kernels.patterns import Inputs, LayerPlan, Pattern, make, triton
-from kernels.patterns.base import Part, build_index
-from kernels.patterns.block_sparse import MeansCall, mean_of_tiles
-from kernels.patterns.last_queries import estimate
+from kernels.patterns.base import Part, SelectCall
+from kernels.patterns.block_sparse import MeansCall
+from kernels.patterns.last_queries import EstimateCall
 from kernels.patterns.paged import Paged
-from kernels.topk import top_k_indices
+from kernels.topk import TopKCall
 from kernels.triton_calls import run_calls
 from tests.conformance import tensors
 from tests.conformance.tensors import difference
@@ -133,9 +133,9 @@ def estimate_error(case: Estimate, device: torch.device, backend: str = "triton"
     if case.transposed:
         q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
     how = {"scale": 2 * case.head_dim**-0.5, "window": case.window}
-    result = estimate(q, k, case.heads, case.last_q, **how, backend=backend)
+    result = EstimateCall(q, k, case.heads, case.last_q, **how).run(backend)
     exact = (q.float(), k.float())
-    expected = estimate(*exact, case.heads, case.last_q, **how, backend="reference")
+    expected = EstimateCall(*exact, case.heads, case.last_q, **how).run("reference")
     vertical = largest(result.vertical, expected.vertical)
     return max(vertical, largest(result.slash(), expected.slash()))
 
@@ -158,8 +158,8 @@ def means_error(
     shape, heads, lead = case
     torch.manual_seed(0)
     x = torch.randn(shape, device=device).half()
-    result = mean_of_tiles(x, heads, lead=lead, backend=backend)
-    expected = mean_of_tiles(x.float(), heads, lead=lead, backend="reference")
+    result = MeansCall(x, heads, lead=lead).run(backend)
+    expected = MeansCall(x.float(), heads, lead=lead).run("reference")
     assert result.shape == expected.shape
     return largest(result, expected)
 
@@ -200,12 +200,12 @@ def choice_error(
         )
         per_sequence = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
         there = {name: x.to(device) for name, x in per_sequence.items()}
-        result = top_k_indices(scores.to(device), sizes, **how, **there, backend=backend).cpu()
-        expected = top_k_indices(scores, sizes, **how, **per_sequence, backend="reference")
+        result = TopKCall(scores.to(device), sizes, **how, **there).run(backend).cpu()
+        expected = TopKCall(scores, sizes, **how, **per_sequence).run("reference")
         wrong += int((result != expected).sum())
         if poisoned:
             bad = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
-            taken = top_k_indices(bad.to(device), sizes, **how, **there, backend=backend).cpu()
+            taken = TopKCall(bad.to(device), sizes, **how, **there).run(backend).cpu()
             at = taken.clamp(max=shape[-1] - 1).long()
             wild = (taken < 0) | (taken != PAD) & bad.gather(-1, at).isnan()
             wrong += int(wild.sum())
@@ -303,11 +303,13 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
         result[name] = int((first != second).sum()) if same else -1
 
     how = {"scale": 0.3, "window": case.window}
-    masses = [estimate(q, keys, [0, 2, 3, 5], [64, 100, 1, 64], **how) for keys in (where, k)]
+    masses = [
+        EstimateCall(q, keys, [0, 2, 3, 5], [64, 100, 1, 64], **how).run() for keys in (where, k)
+    ]
     compare("vertical", masses[0].vertical, masses[1].vertical)
     compare("slash", masses[0].slash(), masses[1].slash())
     compare(
-        "means", *(mean_of_tiles(keys, list(range(case.kv_heads)), lead=0) for keys in (where, k))
+        "means", *(MeansCall(keys, list(range(case.kv_heads)), lead=0).run() for keys in (where, k))
     )
     for name, patterns in (("by number", BY_NUMBER), ("every", EVERY)):
         plan = LayerPlan(patterns, case.kv_heads, dense_tail=10)
@@ -324,7 +326,7 @@ def paged_error(case: Build, device: torch.device) -> float:
         result = differences(case, device)
         # Torch would have served in its place, unnoticed.
         half = torch.empty(1, 1, 1, case.head_dim, dtype=torch.float16, device=device)
-        assert triton.Means.supports(MeansCall(half, (0,), 0)) is None
+        assert triton.Means.supports(MeansCall(half, (0,), lead=0)) is None
     return sum(map(abs, result.values()))
 
 
@@ -377,8 +379,8 @@ def layer_error(
         some = [patterns[head] for head in heads]
         builder = kind.prepare(some, Inputs(heads, q, k, 0.3, build.window))
         parts.append(Part(heads, some, builder))
-    result = build_index(parts, backend)
-    expected = build_index(parts, "reference")
+    result = SelectCall(parts).run(backend)
+    expected = SelectCall(parts).run("reference")
     wrong = int(result.widths() != expected.widths())
     for name in ("diagonals", "columns", "tiles", "offsets", "skip"):
         one, other = getattr(result, name), getattr(expected, name)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, block_sparse, make
-from kernels.patterns.last_queries import estimate
-from kernels.topk import top_k_indices
+from kernels.patterns.last_queries import EstimateCall
+from kernels.topk import TopKCall
 from tests.kernels.conftest import builder, one_thread, poisoned_memory
 
 __all__ = ["builder", "one_thread", "poisoned_memory"]
@@ -181,7 +181,7 @@ def test_full_coverage_selects_all_nonzero_mass():
 @pytest.mark.usefixtures("builder")
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_top_k_indices_match_definition(data):
+def test_top_k_call_match_definition(data):
     """Native code and torch agree on ties, masked entries, forced entries and coverage."""
     n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
     # Sixteenths add up exactly, in whatever order.
@@ -203,7 +203,7 @@ def test_top_k_indices_match_definition(data):
     }
     scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, 1, n)
     before = scores.clone()
-    result = top_k_indices(scores, sizes, coverage, forced=forced, **per_sequence)
+    result = TopKCall(scores, sizes, coverage, forced=forced, **per_sequence).run()
     assert (
         torch.equal(scores, before)
         and result.dtype == torch.int32
@@ -228,11 +228,11 @@ def test_top_k_indices_match_definition(data):
 
 
 @pytest.mark.usefixtures("builder")
-def test_top_k_indices_with_negative_and_nan_scores():
+def test_top_k_call_with_negative_and_nan_scores():
     scores = torch.tensor([[[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]]])
-    assert top_k_indices(scores, [4], [None], forced=0).tolist() == [[[2, 3, 4, 5]]]
+    assert TopKCall(scores, [4], [None], forced=0).run().tolist() == [[[2, 3, 4, 5]]]
     scores = torch.tensor([[[float("nan"), 1.0, 2.0, 3.0]]])
-    places = top_k_indices(scores, [2], [None], forced=1)
+    places = TopKCall(scores, [2], [None], forced=1).run()
     assert places[0, 0, 0] == 0, "a forced entry is taken, whatever it is"
 
 
@@ -245,7 +245,7 @@ def test_estimate_of_any_heads_matches_definition(q_len, k_len, window):
     q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
     k = torch.randn(2, k_len, 3, 24).transpose(1, 2)
     heads, last_q = [5, 0, 4, 1], [10, 64, 10, 3]
-    result = estimate(q, k, heads, last_q, scale=0.2, window=window)
+    result = EstimateCall(q, k, heads, last_q, scale=0.2, window=window).run()
     for at, (head, asked) in enumerate(zip(heads, last_q, strict=True)):
         kv_slice = slice(head // 2, head // 2 + 1)
         expected = masses(q[:, head : head + 1], k[:, kv_slice], asked, window, scale=0.2)

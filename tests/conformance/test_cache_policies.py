@@ -400,8 +400,8 @@ def attend(policy: Any, n: int) -> None:
     v = torch.randn(1, 2, n, 64)
     call = Step(q=q, k=k, v=v, scale=0.1, softcap=None, backend="auto")
     for step in policy.steps(call):
-        view = policy.sees(step)
-        policy.after(step, view.attend(step)[1])
+        view = policy.view(step)
+        policy.update(step, view.attend(step)[1])
 
 
 @every_policy

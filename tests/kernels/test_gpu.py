@@ -18,7 +18,7 @@ from kernels.attention import AttentionCall, attend, sparse_attention, triton
 from kernels.decode import decode_attention
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
-from kernels.patterns.last_queries import estimate
+from kernels.patterns.last_queries import EstimateCall
 from kernels.ragged import Ragged
 from tests.conformance import decode_cases
 from tests.conformance.attention_cases import LAYER, TOLERANCES
@@ -72,11 +72,11 @@ def test_estimate_is_bitwise_reproducible_and_stores_no_attention():
     q = torch.randn(1, 32, 200, 128, dtype=torch.bfloat16, device=DEVICE)
     k = torch.randn(1, 8, 100_000, 128, dtype=torch.bfloat16, device=DEVICE)
     how = (q, k, range(32), [64] * 32)
-    first = estimate(*how, scale=0.1)
+    first = EstimateCall(*how, scale=0.1).run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    again = estimate(*how, scale=0.1)
+    again = EstimateCall(*how, scale=0.1).run()
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     # Both masses, each slash in two parts, and little else: not 64 rows for each head.
     assert torch.cuda.max_memory_allocated() - before < 8 * 32 * 100_000 * 4

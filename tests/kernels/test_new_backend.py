@@ -15,7 +15,7 @@ from kernels import registry
 from kernels.attention import attend, sparse_attention
 from kernels.call import Operands
 from kernels.decode import decode_attention
-from kernels.decode.dropping import drop_lowest
+from kernels.decode.dropping import EvictCall
 from kernels.patterns import BlockSparse, Inputs, make
 from kernels.patterns.dense import dense_index
 from kernels.registry import BACKENDS, Backend
@@ -106,7 +106,7 @@ def evict() -> None:
     memory.append(torch.arange(30, dtype=torch.int32).expand(2, 3, -1).contiguous())
     found, wanted = ([x.clone() for x in memory] for _ in range(2))
     for held, backend in ((found, "toy"), (wanted, "reference")):
-        drop_lowest(*held, rows=[30, 20], latest=[25, 16], queries=[30, 21], backend=backend)
+        EvictCall(*held, rows=[30, 20], latest=[25, 16], queries=[30, 21]).run(backend)
     for one, other, before in zip(found, wanted, memory, strict=True):
         assert torch.equal(one, other) and not torch.equal(one, before)
 

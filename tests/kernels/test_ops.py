@@ -1,4 +1,4 @@
-"""Other ops: dense attention, merge_attention, drop_lowest and tile skipping.
+"""Other ops: dense attention, merge_attention, EvictCall and tile skipping.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionCall, attend, sparse_attention
-from kernels.decode.dropping import drop_lowest, ranks
+from kernels.decode.dropping import EvictCall, ranks
 from kernels.dense import dense_attention
 from kernels.index import TILE, num_tiles
 from kernels.joining import concat_heads
@@ -86,7 +86,7 @@ def test_dense_index_of_a_shape_is_built_once():
 def test_call_within_the_dense_tail_skips_the_estimate(q_len, monkeypatch):
     patterns = [make("vertical_slash", vertical=70, slash=64), make("block_sparse", blocks=2)]
     plan = LayerPlan(patterns, 1, dense_tail=64)
-    monkeypatch.setattr("kernels.patterns.vertical_slash.estimate", None)
+    monkeypatch.setattr("kernels.patterns.vertical_slash.EstimateCall", None)
     index = plan.build(torch.randn(1, 2, q_len, 32), torch.randn(1, 1, 1000, 32))
     assert index.to_mask().sum() == 2 * sum(range(1000 - q_len + 1, 1001))
 
@@ -124,7 +124,7 @@ def test_merge_attention_of_two_parts_equals_one_softmax(few, masked, softcap):
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_drop_lowest_moves_last_token_to_the_dropped_row(dtype, backend):
+def test_evict_call_moves_last_token_to_the_dropped_row(dtype, backend):
     # Positions from 20 on are the latest: the lowest score before them is in row 3 of the first
     # head, 0 of the second. The last three rows are free.
     scores = torch.tensor([[[3.0, 1, 2, 0.5, 9, 0.1, 0, 0, 0], [0.2, 5, 0.3, 0.4, 0, 7, 0, 0, 0]]])
@@ -136,13 +136,13 @@ def test_drop_lowest_moves_last_token_to_the_dropped_row(dtype, backend):
     for head, victim in enumerate((3, 0)):
         for x in right:
             x[0, head, victim] = x[0, head, 5]
-    drop_lowest(keys, values, scores, positions, rows=[6], latest=[20], backend=backend)
+    EvictCall(keys, values, scores, positions, rows=[6], latest=[20]).run(backend)
     for found, one in zip((keys, values, scores, positions), right, strict=True):
         assert torch.equal(found, one)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_drop_lowest_divides_scores_by_the_queries_that_saw_a_token(backend):
+def test_evict_call_divides_scores_by_the_queries_that_saw_a_token(backend):
     scores = torch.tensor([[[4.0, 3.0, 1.0, 0.1]]])
     positions = torch.tensor([[[0, 5, 8, 9]]], dtype=torch.int32)
     torch.testing.assert_close(
@@ -150,12 +150,12 @@ def test_drop_lowest_divides_scores_by_the_queries_that_saw_a_token(backend):
     )
     for queries, victim in (([10], 0), (None, 2)):
         held = [torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8), scores.clone(), positions.clone()]
-        drop_lowest(*held, rows=[4], latest=[9], queries=queries, backend=backend)
+        EvictCall(*held, rows=[4], latest=[9], queries=queries).run(backend)
         assert held[3][0, 0, victim] == 9
 
 
 @pytest.mark.skipif(build.load() is not None, reason="no native code on this machine")
-def test_drop_lowest_native_equals_torch():
+def test_evict_call_native_equals_torch():
     torch.manual_seed(0)
     keys, values, scores = (
         torch.randn(2, 3, 300, 16),
@@ -170,13 +170,13 @@ def test_drop_lowest_native_equals_torch():
         queries = [300, 260] if rows % 2 else None
         counts = [rows, rows - 50 if rows % 3 else 0]
         for held, backend in ((native, "cpu"), (plain, "reference")):
-            drop_lowest(*held, rows=counts, latest=[260, 220], queries=queries, backend=backend)
+            EvictCall(*held, rows=counts, latest=[260, 220], queries=queries).run(backend)
     for one, other in zip(native, plain, strict=True):
         assert torch.equal(one[:, :, :50], other[:, :, :50])
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_drop_lowest_of_different_lengths_equals_each_sequence(backend):
+def test_evict_call_of_different_lengths_equals_each_sequence(backend):
     torch.manual_seed(1)
     keys, values, scores = torch.randn(3, 2, 20, 8), torch.randn(3, 2, 20, 8), torch.rand(3, 2, 20)
     positions = torch.arange(20, dtype=torch.int32).expand(3, 2, -1).contiguous()
@@ -185,17 +185,16 @@ def test_drop_lowest_of_different_lengths_equals_each_sequence(backend):
     rows, latest, queries = [9, 20, 0], [7, 15, 0], [9, 21, 30]
     held = (keys, values, scores, positions)
     together = [x.clone() for x in held]
-    drop_lowest(*together, rows=rows, latest=latest, queries=queries, backend=backend)
+    EvictCall(*together, rows=rows, latest=latest, queries=queries).run(backend)
     for row in range(3):
         alone = [x[row : row + 1].clone() for x in held]
         if rows[row]:
-            drop_lowest(
+            EvictCall(
                 *alone,
                 rows=rows[row : row + 1],
                 latest=latest[row : row + 1],
                 queries=queries[row : row + 1],
-                backend=backend,
-            )
+            ).run(backend)
         for one, other in zip(together, alone, strict=True):
             assert torch.equal(one[row : row + 1], other)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.decode import MAX_QUERIES, decode_attention
-from kernels.decode.dropping import drop_lowest
+from kernels.decode.dropping import EvictCall
 from kernels.dense import dense_attention
 from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan, make
@@ -217,7 +217,7 @@ def test_dense_attention_error_names_the_fault():
         ({"queries": [1, 2, 3]}, "queries must be 1 numbers, one for each sequence, got 3"),
     ],
 )
-def test_drop_lowest_error_names_the_fault(change, message):
+def test_evict_call_error_names_the_fault(change, message):
     held = {
         "keys": torch.zeros(1, 2, 9, 8),
         "values": torch.zeros(1, 2, 9, 4),
@@ -227,4 +227,4 @@ def test_drop_lowest_error_names_the_fault(change, message):
         "latest": [1],
     }
     with pytest.raises(ValueError, match=message):
-        drop_lowest(**{**held, **change})
+        EvictCall(**{**held, **change}).run()

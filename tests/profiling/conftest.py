@@ -14,7 +14,8 @@ from headwise.__main__ import main
 from profiling.models.loading import load_model
 from profiling.prompts.words import sentences
 from profiling.quality.trials import Trial
-from search.paper import PaperSearch, run
+from search.model.config import ModelSearch
+from search.paper import run
 from tests.profiling.tokenizers import MAKERS
 from tests.runtime.tiny import tiny_model
 from tests.search.conftest import save_tiny
@@ -96,8 +97,17 @@ def searched(folder, tmp_path_factory):
     sentence = "It was a long way to the sea, and nobody saw it."
     (place / "text.txt").write_text(" ".join(f"{at}. {sentence}" for at in range(400)))
     model = str(place / "tiny")
-    search = PaperSearch(model=model, out=place / "cfg.yaml", length=LENGTH, budget="0.8")
-    run(search.replace(dtype="float32", picture=False, command="x"))
+    search = ModelSearch(
+        model=model,
+        out=place / "cfg.yaml",
+        length=LENGTH,
+        budget="0.8",
+        preset="paper",
+        dtype="float32",
+        picture=False,
+        command="x",
+    )
+    run(search)
     return place
 
 

@@ -208,7 +208,7 @@ def scored(tmp_path):
 @pytest.mark.usefixtures("sketched")
 def test_plot_writes_a_row_per_head(scored, tmp_path):
     for out, stem in (("x", "x"), ("y.png", "y"), ("model-1.5", "model-1.5")):
-        paths = plot.draw(plot.Config(config=scored, out=tmp_path / out, picture="patterns"))
+        paths = plot.draw(plot.Config(artifact=scored, out=tmp_path / out, picture="patterns"))
         assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
     png, svg, table = paths
     assert png.is_file() and svg.is_file()

@@ -10,7 +10,7 @@ from transformers import CompileConfig
 
 import artifacts
 from runtime import LoadedArtifact
-from runtime.attention.function import NOT_CAUSAL
+from runtime.attention.servers import NOT_CAUSAL
 from tests.runtime.omnikv import CLOSE
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}

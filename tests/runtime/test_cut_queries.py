@@ -14,9 +14,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import artifacts
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, apply_dense
+from runtime.attention.applied import forget, remember
 from runtime.attention.function import headwise_attention
+from runtime.attention.layer import Layer, Settings
 from runtime.attention.mask import PrefillMask
-from runtime.attention.state import Layer, Settings, forget, remember
+from runtime.attention.servers import serve_by_dense_kernel, serve_step
 from tests.runtime.batches import real_from
 from tests.runtime.omnikv import CLOSE
 from tests.runtime.tiny import DENSE_BELOW, GEMMA4_SHARED
@@ -137,7 +139,8 @@ def test_attention_without_mask_aligns_queries_to_last_keys(attention, queries, 
         q, k, v, attn_mask=seen, enable_gqa=True
     )
     settings = Settings(dense_below=DENSE_BELOW, model_attention=attention)
-    for layer in (None, Layer(settings, 0, None)):
+    servers = (serve_step, serve_by_dense_kernel)
+    for layer in (None, Layer(settings, 0, None, servers=servers)):
         if layer is not None:
             remember(config, {module: layer}, settings)
         actual, _ = headwise_attention(module, q, k, v, None, scaling=32**-0.5)

@@ -13,7 +13,7 @@ from artifacts import HeadwiseError
 from kernels import registry
 from runtime import LoadedArtifact, apply_dense
 from runtime.attention import dense
-from runtime.attention.function import SLIDES
+from runtime.attention.servers import SLIDES
 from tests.runtime.batches import fed, real_from, real_of
 from tests.runtime.omnikv import CLOSE
 
@@ -25,7 +25,7 @@ SLIDING = ("Gemma2", "Gemma3", "Gemma3Wide", "Cohere2", "GptOss")
 @pytest.fixture(autouse=True)
 def _at_any_length(monkeypatch):
     """Lower the kernel's threshold of 256 keys for float32 decode."""
-    monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 1)
+    monkeypatch.setattr("runtime.attention.servers._MIN_KEYS_FLOAT32", 1)
 
 
 def sliding(model: Any) -> int:
@@ -102,7 +102,7 @@ def test_short_prompts_equal_sdpa_bitwise(length, padding, build, artifact_for, 
 
 
 def test_short_contexts_use_sdpa_in_float32_only(build, artifact_for, ids, monkeypatch):
-    monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 256)
+    monkeypatch.setattr("runtime.attention.servers._MIN_KEYS_FLOAT32", 256)
     model = build()
     for dtype, length, reason in (
         (torch.float32, 100, "decode"),
@@ -128,7 +128,7 @@ def test_short_contexts_use_sdpa_in_float32_only(build, artifact_for, ids, monke
 def test_dense_kernel_switched_off_uses_model_attention(
     family, changes, options, build, artifact_for, ids, monkeypatch
 ):
-    monkeypatch.setattr("runtime.attention.function.faster", lambda *_: "kernel")
+    monkeypatch.setattr("runtime.attention.servers.faster", lambda *_: "kernel")
     model, tokens = build(family, **changes), ids(303)
     rows = [None] * model.config.num_hidden_layers
     expected = fed(model, tokens, (300, 1))

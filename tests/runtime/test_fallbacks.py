@@ -12,8 +12,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, apply_dense
-from runtime.attention.function import NOT_CAUSAL, headwise_attention
+from runtime.attention.function import headwise_attention
 from runtime.attention.mask import headwise_mask
+from runtime.attention.servers import NOT_CAUSAL
 from tests.runtime.batches import real_from
 from tests.runtime.omnikv import CLOSE
 from tests.runtime.tiny import pictured_model

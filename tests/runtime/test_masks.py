@@ -19,8 +19,9 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from runtime.attention.applied import forget, remember
+from runtime.attention.layer import Settings
 from runtime.attention.mask import PrefillMask, headwise_mask, starts_of
-from runtime.attention.state import Settings, forget, remember
 from tests.runtime.tiny import DENSE_BELOW
 
 
@@ -186,7 +187,7 @@ def test_prefill_mask_sliced_by_queries_stays_prefill_mask(name, queries, call):
     assert torch.equal(cut.read(), true[:, :, queries])
     # The context's real queries match the mask, too.
     rows = torch.zeros(cut.shape, dtype=torch.bool)
-    for row, q_start, q_len, k_start, k_len in cut.context.sequences:
+    for row, q_start, q_len, k_start, k_len, _ in cut.context.sequences:
         seen = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
         if cut.context.window is not None:
             seen = seen.triu(k_len - q_len - cut.context.window + 1)

@@ -20,7 +20,7 @@ from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan, make
 from runtime import LoadedArtifact
 from runtime.allocator import in_huge_pages, keep_freed_memory
-from runtime.attention import state
+from runtime.attention import applied
 from tests.runtime.omnikv import LAYERS
 
 ALLOWED = {
@@ -69,6 +69,32 @@ def test_runtime_import_and_load_need_only_artifact_packages():
     assert packages - private - sys.stdlib_module_names <= ALLOWED
 
 
+_APPLY = """
+import sys
+import artifacts, runtime
+from artifacts.schema.fields import Imported
+from runtime.fingerprint import fingerprint
+from tests.runtime.tiny import tiny_model
+model = tiny_model("Llama")
+origin = Imported(format="minference", file="patterns.json", sha256="0" * 64)
+artifact = artifacts.Artifact(
+    model=fingerprint(model, name="tiny"),
+    search=None,
+    patterns={"a": artifacts.AShape(sink=64, window=64)},
+    prefill=artifacts.Prefill(dense_below=128, layers=(("a",) * 4,) * 2, imported=origin),
+)
+runtime.LoadedArtifact(artifact).apply(model)
+print(*sys.modules)
+"""
+
+
+def test_apply_of_a_prefill_artifact_imports_no_plug_in():
+    names = printed(_APPLY)
+    plug_ins = ("runtime.omnikv", "runtime.caches", "runtime.vllm")
+    assert "runtime.attention.servers" in names
+    assert [name for name in names if name.startswith(plug_ins)] == []
+
+
 _FAULTS = """
 import resource
 from runtime.allocator import keep_freed_memory
@@ -115,7 +141,7 @@ def held() -> Counter[str]:
     """Count objects alive since gc.freeze() by type, and the entries of the runtime's tables."""
     gc.collect()
     alive = Counter(type(thing).__qualname__ for thing in gc.get_objects())
-    return alive + Counter({"configurations": len(state._configs)})
+    return alive + Counter({"configurations": len(applied._configs)})
 
 
 def flat(work: Callable[[], object], times: int) -> None:

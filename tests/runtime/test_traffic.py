@@ -25,7 +25,7 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer
 
 from runtime import LoadedArtifact
-from runtime.attention.state import layer_of
+from runtime.attention.applied import layer_of
 from tests.runtime.batches import real_from
 from tests.runtime.omnikv import CLOSE
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from search.paper import PaperSearch, run
+from search.model.config import ModelSearch
+from search.paper import run
 from tests.tiny_text_model import save_tiny
 
 
@@ -20,7 +21,8 @@ PAPER: dict[str, Any] = {
     "length": 1000,
     "budget": "0.6",
     "dtype": "float32",
-    "calibration": "passkey",
+    "tasks": ("passkey",),
+    "preset": "paper",
     "command": "test",
 }
 
@@ -29,5 +31,5 @@ PAPER: dict[str, Any] = {
 def by_head(tiny_model, tmp_path_factory):
     """The artifact of a search of the tiny model with --preset paper; not to be written to."""
     out = tmp_path_factory.mktemp("by_head") / "cfg.yaml"
-    run(PaperSearch(model=str(tiny_model), out=out, picture=False, **PAPER))
+    run(ModelSearch(model=str(tiny_model), out=out, picture=False, **PAPER))
     return out

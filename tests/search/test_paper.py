@@ -9,8 +9,8 @@ import torch
 from artifacts import HeadwiseError
 from kernels.index import with_dense_tail
 from kernels.patterns import KINDS, Inputs, largest
+from search.model.config import PAPER_BUDGET, PAPER_LENGTH
 from search.paper import SPACE, bounds, change_space, choose, moved, sizes, target_tiles
-from search.paper_config import PAPER_BUDGET, PAPER_LENGTH
 
 
 def test_paper_space_matches_the_paper():

@@ -22,7 +22,9 @@ from profiling.models.loading import load_model
 from profiling.quality.forced_decode import Divergence
 from runtime import load, memory_report
 from search import paper
-from search.decode import filter_search, kv_search
+from search.decode import filters, kv
+from search.decode.budgets import by_error
+from search.model.config import ModelSearch
 from search.study import study_name
 from tests.search.conftest import PAPER
 
@@ -98,7 +100,7 @@ def test_in_place_update_and_later_search_preserve_other_sections(
     out = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(by_head), out, artifacts.load_arrays(by_head))
     section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
-    real = filter_search.compare
+    real = filters.compare
 
     def meanwhile(*args: Any) -> Any:
         artifacts.update(
@@ -106,16 +108,14 @@ def test_in_place_update_and_later_search_preserve_other_sections(
         )
         return real(*args)
 
-    monkeypatch.setattr(filter_search, "compare", meanwhile)
+    monkeypatch.setattr(filters, "compare", meanwhile)
     at = command.index(str(by_head))
     more = ["--out", str(out), "--dense-first", "1", "--sparse", "0.3"]
     main(["filters", *command[:at], str(out), *command[at + 1 :], *more])
     first = artifacts.load(out)
     assert first.kv_cache == section and len(list(tmp_path.iterdir())) == 2
     assert (first.decode.omnikv.filter_layers, first.decode.omnikv.dense_layers) == ((1,), (0,))
-    again = paper.run(
-        paper.PaperSearch(model=str(tiny_model), out=out, picture=False, **PAPER)
-    ).artifact
+    again = paper.run(ModelSearch(model=str(tiny_model), out=out, picture=False, **PAPER)).artifact
     assert artifacts.load(out) == again
     assert again.kv_cache == section and again.decode == first.decode
     assert "similarity.mass" in artifacts.load_arrays(out)
@@ -127,7 +127,7 @@ def test_filters_refuse_a_file_that_another_model_has_by_now(
     out = tmp_path / "cfg.yaml"
     former = artifacts.load(by_head)
     artifacts.save(former, out, artifacts.load_arrays(by_head))
-    real = filter_search.compare
+    real = filters.compare
     other = former.model_copy(
         update={"model": former.model.model_copy(update={"weights_sha256": "0" * 64})}
     )
@@ -136,7 +136,7 @@ def test_filters_refuse_a_file_that_another_model_has_by_now(
         artifacts.save(other, out, artifacts.load_arrays(by_head))
         return real(*args)
 
-    monkeypatch.setattr(filter_search, "compare", meanwhile)
+    monkeypatch.setattr(filters, "compare", meanwhile)
     at = command.index(str(by_head))
     with pytest.raises(HeadwiseError, match=r"replaced during .*\(different model\)"):
         main(["filters", *command[:at], str(out), *command[at + 1 :], "--out", str(out)])
@@ -150,8 +150,8 @@ def test_filters_refuse_a_profile_of_weights_without_a_fingerprint(
     profile = tmp_path / "profile"
     words = ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
     main(["similarity", *words])
-    read = filter_search.load_profile
-    unknown = filter_search.fingerprint
+    read = filters.load_profile
+    unknown = filters.fingerprint
     for key, refused in (("0" * 64, True), (None, False)):
 
         def without_hash(path: Any, key: Any = key) -> Any:
@@ -159,9 +159,9 @@ def test_filters_refuse_a_profile_of_weights_without_a_fingerprint(
             own = {"weights_sha256": None} | ({"identity": key} if key else {})
             return replace(found, about={**found.about, **own})
 
-        monkeypatch.setattr(filter_search, "load_profile", without_hash)
+        monkeypatch.setattr(filters, "load_profile", without_hash)
         monkeypatch.setattr(
-            filter_search,
+            filters,
             "fingerprint",
             lambda *a, **k: unknown(*a, **k).model_copy(update={"weights_sha256": None}),
         )
@@ -272,7 +272,7 @@ def test_kv_of_another_total_reuses_curves(tiny_model, by_head, tmp_path, monkey
     main(["kv", *kv_command(tiny_model, by_head, whole, "--target-share", "0.25")])
     command = kv_command(tiny_model, by_head, cut)
     with monkeypatch.context() as patch:
-        patch.setattr(kv_search, "divergence", interrupted)
+        patch.setattr(kv, "divergence", interrupted)
         with pytest.raises(KeyboardInterrupt):
             main(["kv", *command, "--target-share", "0.5"])
     assert len(walked) == 2
@@ -287,7 +287,7 @@ def test_kv_budgets_follow_the_error():
     error[1] = np.nan
     error[2, 1] = (4.0, 2.0, 1.0)
     curves = BudgetCurves(shares=shares, error=error, kept=error)
-    section, share = kv_search.by_error(curves, 0.35)
+    section, share = by_error(curves, 0.35)
     assert section.layers[1] is None and section.heads(2, 2)[1] == "full"
     assert share <= 0.35
     assert section.heads(0, 2) == ("h2o_0.125",) * 2
@@ -313,11 +313,11 @@ def test_kv_total_is_uneven_only_if_every_prompt_supports_it(
 
     error = np.ones((3, 2, 3)) * (4.0, 2.0, 1.0)
     curves = BudgetCurves(shares=(0.125, 0.25, 0.5), error=error, kept=error)
-    monkeypatch.setattr(kv_search, "measure", lambda *args, **options: curves)
-    monkeypatch.setattr(kv_search, "divergence", divergence)
-    config = kv_search.KVSearch(
+    monkeypatch.setattr(kv, "measure", lambda *args, **options: curves)
+    monkeypatch.setattr(kv, "divergence", divergence)
+    config = kv.Config(
         model=str(tiny_model),
-        config=by_head,
+        artifact=by_head,
         out=tmp_path / "new.yaml",
         share=0.5,
         tasks=("passkey",),
@@ -326,19 +326,17 @@ def test_kv_total_is_uneven_only_if_every_prompt_supports_it(
         forced=8,
         dtype="float32",
     )
-    written, result = kv_search.run(config)
+    written, result = kv.choose_budgets(config)
     assert result.better == better
     assert written.kv_cache is not None and ("even" in written.kv_cache.policies) == (not better)
 
 
 def test_kv_bytes_equal_cache_bytes(tiny_model, by_head):
     loaded = load_model(str(tiny_model), dtype="float32")
-    options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}
+    options = {"model": "m", "artifact": Path("c"), "out": Path("o"), "share": None}
     token = 3 * 2 * 2 * 16 * 4
-    config = kv_search.KVSearch(**options, target_bytes=token * 100, context=1000)
-    assert kv_search._share_of_bytes(
-        config, artifacts.load(by_head).model, loaded
-    ) == pytest.approx(0.1)
+    config = kv.Config(**options, target_bytes=token * 100, context=1000)
+    assert kv._share_of_bytes(config, artifacts.load(by_head).model, loaded) == pytest.approx(0.1)
 
 
 def test_kv_retains_all_tokens_in_filter_layers(tiny_model, by_head, tmp_path):

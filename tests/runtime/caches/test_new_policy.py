@@ -44,7 +44,7 @@ def ends(length, size, device):
 
 @dataclass(frozen=True)
 class EdgePages(PromptPages):
-    def elect(self, q, k, v, *, scale, softcap):
+    def select(self, q, k, v, *, scale, softcap):
         rows = ends(k.shape[2], self.budget // 2, k.device)
         return rows.expand(*k.shape[:2], -1)
 
@@ -56,11 +56,11 @@ class Edges(Policy):
     def paged(cls, record):
         return EdgePages(2 * record.size, 1)
 
-    def sees(self, step):
+    def view(self, step):
         keys, values = self._add(keys=step.k, values=step.v)
         return View(keys, values, self._ends(keys.device) if step.length == 1 else None)
 
-    def after(self, step, scores):
+    def update(self, step, scores):
         (held, *_), size = self.kept, self.record.size
         if step.length > 1 and held > 2 * size:
             self._keep(ends(held, size, step.k.device).expand(*step.k.shape[:2], -1))

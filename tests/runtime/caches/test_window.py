@@ -46,8 +46,8 @@ def test_rolling_buffer_slot_is_position_mod_window(window, chunks, slots):
 
 def _attend(policy: Window, k: Tensor) -> None:
     step = Step(q=torch.randn_like(k), k=k, v=k, scale=1.0, softcap=None, backend="reference")
-    policy.sees(step)
-    policy.after(step, None)
+    policy.view(step)
+    policy.update(step, None)
 
 
 @pytest.mark.parametrize(

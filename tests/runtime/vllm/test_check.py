@@ -13,7 +13,7 @@ import torch
 import artifacts
 from headwise.__main__ import main
 from runtime import load
-from runtime.vllm.check import engine_misfits
+from runtime.vllm.misfits import engine_misfits
 from runtime.vllm.options import Options, options_of
 from tests.runtime.omnikv import DECODE
 from tests.runtime.test_load import saved as front

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.attention.chunk import Chunk
 from runtime.caches.snapkv import SnapKVPages
-from runtime.vllm.batch import Chunk
 from runtime.vllm.policy_host import PagedPrompts
 from tests.runtime.vllm.conftest import (
     CLOSE,
@@ -145,14 +145,14 @@ def test_snapkv_windows_of_aborted_requests_are_freed():
         torch.randn(1, H, 20, D),
     )
     for page in range(5):
-        assert snap.voting(page, Chunk(0, 0, 20, 20, 30), q) is None
+        assert snap.voting(page, Chunk(0, 0, 20, 0, 20, 30), q) is None
     # Only the last two pages still have their windows.
-    last = Chunk(0, 0, 10, 30, 30)
+    last = Chunk(0, 0, 10, 0, 30, 30)
     voting = [snap.voting(page, last, q[:, :, :10]) for page in (0, 3, 4)]
     assert [part.shape[2] for part in voting if part is not None] == [10, 16, 16]
     # The next request of a page starts from scratch.
-    assert snap.voting(4, Chunk(0, 0, 20, 20, 30), q) is None
-    again = snap.voting(4, Chunk(0, 0, 12, 12, 12), q[:, :, :12])
+    assert snap.voting(4, Chunk(0, 0, 20, 0, 20, 30), q) is None
+    again = snap.voting(4, Chunk(0, 0, 12, 0, 12, 12), q[:, :, :12])
     assert again is not None and torch.equal(again, q[:, :, :12])
 
 

@@ -61,11 +61,11 @@ def test_step_selects_sparse_chunks(monkeypatch):
     common = step((1, 300), (127, 300), (128, 300), (127, 127), (130, 130), (200, 200), (4, 300))
     common.is_prefilling = torch.tensor([False, *[True] * 5, False])
     prefills = prefills_of(common, requests_of(common))
-    assert [chunk.request for chunk in prefills] == [1, 2, 3, 4, 5]
-    assert [chunk.request for chunk in prefills if at_work.is_sparse(chunk)] == [2, 4, 5]
+    assert [chunk.row for chunk in prefills] == [1, 2, 3, 4, 5]
+    assert [chunk.row for chunk in prefills if at_work.is_sparse(chunk)] == [2, 4, 5]
     # Shorter prompts would be all dense tail.
     prefill.dense_tail = 150
-    assert [chunk.request for chunk in prefills if at_work.is_sparse(chunk)] == [5]
+    assert [chunk.row for chunk in prefills if at_work.is_sparse(chunk)] == [5]
 
 
 @stored_as

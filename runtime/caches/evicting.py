@@ -15,26 +15,35 @@ from kernels import registry
 from kernels.call import AttentionCall
 from kernels.patterns import LayerPlan
 from kernels.registry import NoKernelError
+from runtime.attention.call import Call
 from runtime.attention.context import is_long, kernel_for
-from runtime.attention.state import Call, attempt
+from runtime.attention.failures import attempt
+from runtime.attention.layer import Served
 from runtime.autocast import without_autocast
+from runtime.lazy import NewTokens
+
+NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
 
 
-def attend_evicting(call: Call, cache: Any) -> Tensor:
-    """(B, Q, H, E) of a call over the tokens that its cache, a PolicyLayer, keeps and the new ones.
+def serve_evicting(call: Call) -> Served | None:
+    """A call over the tokens that its cache, a PolicyLayer, keeps and the new ones.
 
-    Padding gets zeros.
+    Padding gets zeros. A call with another cache is left to others.
 
     Raises:
         HeadwiseError: no kernel computes the call, or its mask is not causal over contiguous
             tokens. Dropped tokens cannot be served densely instead.
     """
+    if not isinstance(call.key, NewTokens):
+        if call.k_shape[2] != call.q_shape[2]:
+            call.layer.settings.warn_once(NOT_OURS)
+        return None
+    cache = call.key.layer
     why = _why_not(call, cache)
     if why is not None:
         raise _refusal(why)
-    call.layer.count("kept")
     try:
-        return _attend_parts(call, cache)
+        return Served(_attend_parts(call, cache), "kept")
     except NoKernelError as error:
         raise _refusal(error) from error
 
@@ -53,7 +62,7 @@ def _attend_parts(call: Call, cache: Any) -> Tensor:
     backend = call.layer.settings.backend
     out: Tensor | None = None
     with without_autocast(call.query.device):
-        for part in cache.take(
+        for part in cache.begin(
             call.query, fresh, scale=scale, softcap=call.softcap, backend=backend
         ):
             own = _attend(call, part)
@@ -82,14 +91,14 @@ def _attend(call: Call, part: Any) -> Tensor:
     policy = part.policy
     outs = []
     for step in policy.steps(part.step):
-        view = policy.sees(step)
+        view = policy.view(step)
         out = None
         scores = None
         if view.whole:
             out = _by_patterns(call, step.q, view.keys, view.values, part.heads)
         if out is None:
             out, scores = view.attend(step)
-        policy.after(step, scores)
+        policy.update(step, scores)
         outs.append(out)
     if len(outs) == 1:
         return outs[0]

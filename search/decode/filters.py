@@ -1,8 +1,16 @@
-"""Search for filter layers: similarity is measured, the best choice found and compared."""
+"""headwise filters: choose the layers that filter in decode and those that stay dense.
+
+The similarity of layers is measured on a few prompts (or read with --profile). The filter and dense
+layers with the least change of the sparse layers' part of the residual stream are found exactly. On
+other prompts the choice is compared with evenly spaced filter layers. The artifact's other sections
+stay as they are.
+
+    headwise filters cfg.yaml --model smollm2 --out cfg.yaml --task kv_retrieval
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
@@ -13,7 +21,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
-from artifacts.cli.arguments import ArtifactFile, Fresh, Out
+from artifacts.cli.arguments import ArtifactFile, Fresh, Json, Out, deliver
 from artifacts.cli.options import ADVANCED, POSITIVE, Arg
 from profiling.models.device import settled
 from profiling.models.identity import identity_of
@@ -49,7 +57,7 @@ def _budget(value: Any) -> Any:
     return budget
 
 
-class FilterSearch(Decoded):
+class Config(Decoded):
     """Config of a search for filter layers.
 
     Attributes:
@@ -57,7 +65,7 @@ class FilterSearch(Decoded):
         worst: weight of the worst steps, of 1 in all.
     """
 
-    config: Annotated[ArtifactFile, Arg("artifact to start from, as headwise search writes it")]
+    artifact: Annotated[ArtifactFile, Arg("artifact to start from, as headwise search writes it")]
     out: Annotated[Out, Arg("artifact to write; may be the same file")]
     profile: Annotated[
         Path | None, Arg("folder of headwise similarity, instead of measuring", group=ADVANCED)
@@ -83,6 +91,7 @@ class FilterSearch(Decoded):
     storage: Annotated[str | None, Arg(STORAGE_HELP, group=ADVANCED, metavar="URL")] = None
     rules: Rules = Field(default_factory=Rules)
     fresh: Fresh = False
+    as_json: Json = None
 
     @property
     def measured(self) -> SimilarityConfig:
@@ -124,7 +133,16 @@ class FilterResult:
         return self.made_by.choice
 
 
-def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
+def run(config: Config) -> int:
+    """Search, and print the report."""
+    _, result = choose_filters(config)
+    then = f"next: headwise decode {config.out} --model {config.model}"
+    text = f"{report(result)}\nwrote {config.out}\n{then}"
+    deliver(text, {"command": config.command, **record(result)}, config.as_json)
+    return 0
+
+
+def choose_filters(config: Config) -> tuple[Artifact, FilterResult]:
     """Measure, choose, compare, and write the artifact. A killed run resumes.
 
     Raises:
@@ -137,7 +155,7 @@ def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
     config = settled(config)
     search = SectionSearch.begin(
         "filters",
-        config.config,
+        config.artifact,
         config.out,
         config.model,
         dtype=config.dtype,
@@ -168,7 +186,7 @@ def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
     return written, result
 
 
-def _check_profile(config: FilterSearch, profile: Profile, loaded: LoadedModel) -> None:
+def _check_profile(config: Config, profile: Profile, loaded: LoadedModel) -> None:
     """Raise HeadwiseError unless a profile was measured on this model.
 
     Weights without a fingerprint must be the same ones in the same dtype.
@@ -190,7 +208,7 @@ def _held_out(search: SectionSearch, measured: SimilarityConfig) -> dict[str, li
     return {tasks[name].name: prompts for name, prompts in by_task.items()}
 
 
-def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
+def _check_rules(config: Config, loaded: LoadedModel) -> None:
     """Raise HeadwiseError, before any measurement, where the model's layers leave no choice."""
     modules = attention_layers(loaded.model)
     check_section("decode", modules)
@@ -226,7 +244,7 @@ def compare(choice: Choice, profile: Profile, held_out: Profile) -> FilterResult
     )
 
 
-def _record(config: FilterSearch, result: FilterResult) -> None:
+def _record(config: Config, result: FilterResult) -> None:
     """Add each scored choice to a study: its error by task, and its dense layers' fraction."""
     space = {"choice": ["searched", "evenly spaced"], "prompts": ["chosen on", "held out"]}
     tasks = result.held_out.tasks
@@ -248,7 +266,7 @@ def _record(config: FilterSearch, result: FilterResult) -> None:
         )
 
 
-def _section(config: FilterSearch, result: FilterResult) -> OmniKV:
+def _section(config: Config, result: FilterResult) -> OmniKV:
     return OmniKV(
         filter_layers=result.choice.filter_layers,
         dense_layers=result.choice.dense_layers,
@@ -264,3 +282,55 @@ def _section(config: FilterSearch, result: FilterResult) -> OmniKV:
             tasks=tuple(result.profile.tasks),
         ),
     )
+
+
+def record(result: FilterResult) -> dict[str, Any]:
+    """The figures of the report as plain data, with the settings that they hold for."""
+    about = result.profile.about
+    scores = {"chosen_on": result.made_by, "held_out": result.held_out}
+    scores["evenly_spaced"] = result.even
+    figures = {}
+    for name, score in scores.items():
+        figures[name] = {
+            "kept": score.kept,
+            "error": score.error,
+            "filter_layers": score.choice.filter_layers,
+            "dense_layers": score.choice.dense_layers,
+        }
+    settings = ("model", "length", "steps", "samples", "top_k", "dtype")
+    return {
+        "scores": figures,
+        "settings": {name: about[name] for name in settings},
+        "tasks": about["tasks"],
+        "versions": about["versions"],
+    }
+
+
+def report(result: FilterResult) -> str:
+    """The choice, its mass kept and error, next to evenly spaced filter layers."""
+    choice = result.choice
+    n = len(result.profile.layers)
+    even = named(result.even.choice.filter_layers)
+    rows = (
+        ("chosen on", result.made_by, ""),
+        ("held-out prompts", result.held_out, ""),
+        ("evenly spaced", result.even, f"  ({even})"),
+    )
+    lines = [
+        f"filter layers {named(choice.filter_layers)}; dense {named(choice.dense_layers)}; "
+        f"{n - choice.full} of {n} full-attention layers are sparse",
+        f"with the top {result.profile.about['top_k']} tokens of all heads together",
+        f"{'':<27}kept       error",
+    ]
+    for name, score, note in rows:
+        lines.append(f"  {name:<21}{score.kept:8.4f}{score.error:12.5f}{note}")
+    lines.append(
+        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' "
+        "outputs relative to the residual stream, summed"
+    )
+    return "\n".join(lines)
+
+
+def named(layers: Sequence[int]) -> str:
+    """Layers with commas between."""
+    return ", ".join(map(str, layers)) or "none"

@@ -1,7 +1,17 @@
-"""Search for KV budgets: curves of error against budget are measured, and one total spent."""
+"""headwise kv: choose how many tokens each KV head keeps, for a total, and write the artifact.
+
+    headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-share 0.2
+    headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-bytes 64MiB --context 8192
+
+Heads that need few tokens leave more to the others. Each head's curve of error against budget is
+measured (profiling.caches.budget_curves), the total is spent exactly, and the result is compared
+with the same total spent evenly, on held-out prompts; where it is not better beyond chance, even is
+written. Other prompts report.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,21 +21,22 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, ModelInfo
+from artifacts import H2O, Artifact, HeadwiseError, KVCache, ModelInfo
 from artifacts.cli.arguments import (
     TASKS,
     ArtifactFile,
     Device,
     Dtype,
     Fresh,
+    Json,
     Length,
     ModelName,
     Out,
     Seed,
     Tasks,
+    deliver,
 )
 from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig, bytes_of
-from artifacts.schema.kv_cache import Policy
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger
@@ -42,19 +53,19 @@ from profiling.prompts.prompt import (
 )
 from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, check_section, layer_kinds, window_of
+from search.decode.budgets import by_error, even_section
 from search.decode.section_search import SectionSearch, beyond_chance
-from search.model.hulls import spend
 from search.study import STORAGE_HELP, Study, check_storage, study_name
 
 
-class KVSearch(CommandConfig):
+class Config(CommandConfig):
     """Config of a search for KV budgets.
 
     The total is `share` of all tokens, or `target_bytes` of a cache of `context` tokens.
     """
 
     model: ModelName
-    config: Annotated[ArtifactFile, Arg("artifact to start from, as headwise search writes it")]
+    artifact: Annotated[ArtifactFile, Arg("artifact to start from, as headwise search writes it")]
     out: Annotated[Out, Arg("artifact to write; may be the same file")]
     share: Annotated[
         float | None,
@@ -90,6 +101,7 @@ class KVSearch(CommandConfig):
     dtype: Dtype = "auto"
     device: Device = "auto"
     fresh: Fresh = False
+    as_json: Json = None
     command: str = ""
 
     @model_validator(mode="after")
@@ -125,7 +137,19 @@ class KVResult:
     curves: BudgetCurves
 
 
-def run(config: KVSearch) -> tuple[Artifact, KVResult]:
+def run(config: Config) -> int:
+    """Search, and print the report."""
+    _, result = choose_budgets(config)
+    then = f"headwise evaluate {config.out} --model {config.model} --out report/"
+    text = (
+        f"{report(result)}\nwrote {config.out} ({config.command})\n"
+        f"next, compare with other caches: {then}"
+    )
+    deliver(text, {"command": config.command, **record(result)}, config.as_json)
+    return 0
+
+
+def choose_budgets(config: Config) -> tuple[Artifact, KVResult]:
     """Measure, choose, compare, and write the artifact. A killed run resumes.
 
     Raises:
@@ -134,7 +158,7 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
     config = settled(config)
     check_storage(config.storage)
     search = SectionSearch.begin(
-        "kv", config.config, config.out, config.model, dtype=config.dtype, device=config.device
+        "kv", config.artifact, config.out, config.model, dtype=config.dtype, device=config.device
     )
     loaded = search.loaded
     # What cannot be written is refused before anything is measured.
@@ -222,62 +246,11 @@ def _by_task(prompts: Sequence[Prompt], losses: Sequence[Divergence]) -> dict[st
     return {task: float(np.mean(each)) for task, each in tasks.items()}
 
 
-def _held_out(search: SectionSearch, config: KVSearch, number: int) -> list[Prompt]:
+def _held_out(search: SectionSearch, config: Config, number: int) -> list[Prompt]:
     """A set of held-out prompts; sets of other numbers differ."""
     lengths = dict.fromkeys(config.tasks, config.length)
     by_task = search.held_out(lengths, number, samples=config.samples, seed=config.seed)
     return list(chain.from_iterable(by_task.values()))
-
-
-def by_error(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple[KVCache, float]:
-    """The section of least error at a fraction of all tokens, and the fraction that it uses.
-
-    Raises:
-        HeadwiseError: the smallest budgets need more.
-    """
-    layers = curves.layers
-    sizes = (*curves.shares, 1.0)
-    costs = np.concatenate(
-        [curves.error[layers], np.zeros((len(layers), curves.error.shape[1], 1))], axis=-1
-    )
-    costs = costs.reshape(-1, len(sizes))
-    if share < sizes[0]:
-        raise HeadwiseError(
-            f"--target-share must be at least the smallest measured budget, {sizes[0]:.4f}, "
-            f"got {share:.4f}"
-        )
-    at, _ = spend(costs, sizes, share * len(costs))
-    names = [_name(sizes[entry]) for entry in at]
-    policies: dict[str, Policy] = {
-        _name(size): _policy(size, normalised) for size in sizes if _name(size) in names
-    }
-    heads = curves.error.shape[1]
-    rows: list[Any] = [None] * len(curves.error)
-    for i, layer in enumerate(layers):
-        row = tuple(names[i * heads : (i + 1) * heads])
-        rows[layer] = row
-        if len(set(row)) == 1:
-            rows[layer] = row[0]
-    used = sum(sizes[entry] for entry in at) / len(at)
-    return KVCache(policies=policies, layers=tuple(rows)), used
-
-
-def even_section(curves: BudgetCurves, share: float, normalised: bool = True) -> KVCache:
-    """The same share for every head."""
-    rows = tuple("even" if layer in curves.layers else None for layer in range(len(curves.error)))
-    return KVCache(policies={"even": _policy(share, normalised)}, layers=rows)
-
-
-def _policy(share: float, normalised: bool) -> Full | H2O:
-    if share >= 1:
-        return Full()
-    return H2O(heavy=share / 2, recent=share / 2, normalised=normalised)
-
-
-def _name(share: float) -> str:
-    if share >= 1:
-        return "full"
-    return f"h2o_{share:.4g}"
 
 
 def diverged(
@@ -321,7 +294,7 @@ def with_cache(artifact: Artifact, section: KVCache) -> Artifact:
         raise HeadwiseError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
-def _share_of_bytes(config: KVSearch, model: ModelInfo, loaded: LoadedModel) -> float:
+def _share_of_bytes(config: Config, model: ModelInfo, loaded: LoadedModel) -> float:
     """The fraction of tokens for full-attention layers, after the windows of others."""
     assert config.target_bytes is not None and config.context is not None
     modules = attention_layers(loaded.model)
@@ -337,3 +310,48 @@ def _share_of_bytes(config: KVSearch, model: ModelInfo, loaded: LoadedModel) -> 
             f"within chunks hold {windows} bytes"
         )
     return min(share, 1.0)
+
+
+def record(result: KVResult) -> dict[str, Any]:
+    """The figures of the report as plain data."""
+    scores = {"searched": result.searched, "even": result.even}
+    return {
+        "share": result.share,
+        "budgets": _budgets(result),
+        "better": result.better,
+        "held_out": {
+            name: {"kl": score.mean_kl, "perplexity_ratio": score.perplexity_ratio}
+            for name, score in scores.items()
+        },
+    }
+
+
+def _budgets(result: KVResult) -> dict[str, int]:
+    """Number of heads by the name of their policy."""
+    heads = result.curves.error.shape[1]
+    rows = (
+        result.section.heads(layer, heads)
+        for layer, row in enumerate(result.section.layers)
+        if row is not None
+    )
+    counts = Counter(name for row in rows for name in row or ())
+    return {name: counts[name] for name in result.section.policies}
+
+
+def report(result: KVResult) -> str:
+    """The budgets chosen, and their losses next to the same total spent evenly."""
+    budgets = ", ".join(f"{name} x{count}" for name, count in _budgets(result).items())
+    lines = [
+        f"{result.share:.4f} of all tokens are retained, by {budgets}",
+        "held-out prompts that decided nothing, against a full cache:",
+        f"  searched   KL {result.searched.mean_kl:.5f}  perplexity "
+        f"{100 * (result.searched.perplexity_ratio - 1):+.2f}%",
+        f"  even       KL {result.even.mean_kl:.5f}  perplexity "
+        f"{100 * (result.even.perplexity_ratio - 1):+.2f}%",
+    ]
+    if not result.better:
+        lines.append(
+            "the even budgets are written: the searched ones were not better beyond chance on the "
+            "held-out prompts that decide (more --samples may show it)"
+        )
+    return "\n".join(lines)

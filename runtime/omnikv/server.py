@@ -1,0 +1,96 @@
+"""Server of the layers of a decode section.
+
+Shapes: B batch, H query heads, Q query length, E value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.call import MAX_QUERIES
+from runtime.attention.call import Call
+from runtime.attention.failures import attempt
+from runtime.attention.layer import Served
+from runtime.attention.mask import starts_of
+from runtime.attention.servers import kernel_of, pays
+from runtime.omnikv.bank import fetched
+from runtime.omnikv.decode import LayerCall, OmniKV
+from runtime.omnikv.select import Role
+from runtime.omnikv.session import filter_cache_of
+
+
+@dataclass(frozen=True)
+class SelectedServer:
+    """Server of one layer of a decode section: over the tokens that a filter layer has selected.
+
+    Attributes:
+        layer: the layer's number.
+    """
+
+    decode: OmniKV
+    role: Role
+    layer: int
+
+    def __call__(self, call: Call) -> Served | None:
+        """See runtime.attention.layer.Server. Later servers get plain keys and values."""
+        served = attempt(call, self._attend)
+        if isinstance(served, Served):
+            return served
+        call.why_dense = served
+        call.key = fetched(call.key)
+        call.value = fetched(call.value)
+        return None
+
+    def _attend(self, call: Call) -> Served | None:
+        """Over selected tokens of all, or of a chunk's past; None if there are none.
+
+        Without a cache every token is attended to.
+        """
+        decode = self.decode
+        role = self.role
+        cache = call.cache
+        q_len = call.q_shape[2]
+        k_len = call.k_shape[2]
+        if cache is None:
+            return None
+        own = None
+        if role.is_filter:
+            decode.forget(cache, self.layer)
+            own = filter_cache_of(cache, self.layer, call.k_shape[0], k_len)
+        contiguous, starts = starts_of(call.mask)
+        if not contiguous or call.sinks is not None or call.window is not None:
+            return None
+        if call.unsupported_reason is not None:
+            return None
+        mine = LayerCall(
+            self.layer,
+            role,
+            call.query,
+            call.key,
+            call.value,
+            starts,
+            call.scale,
+            call.softcap,
+            cache,
+            own,
+        )
+        if q_len <= MAX_QUERIES and k_len > decode.count(k_len):
+            out = decode.attend(mine)
+            if out is None:
+                return None
+            return Served(out.transpose(1, 2), "chosen")
+        if own is not None and q_len > 1:
+            decode.after_prefill(mine, own)
+        context = call.context
+        if context is None or context.ranges is None:
+            return None
+        if q_len <= MAX_QUERIES or not pays(call):
+            return None
+        kernel, reason = kernel_of(call)
+        if reason is not None:
+            return None
+        firsts = [start for start, _ in context.ranges]
+        out = decode.attend_chunk(mine, firsts, backend=kernel)
+        if out is None:
+            return None
+        return Served(out.transpose(1, 2), "sparse")
