@@ -99,7 +99,7 @@ def main() -> None:
         "what": "Loss of answers by statistic: fraction of dense attention's value, by context",
         "command": (
             f"python benchmarks/answer_statistics.py {Path(options.model).name} "
-            f"{options.artifact} --contexts {options.contexts} --out FILE"
+            f"{options.artifact.name} --contexts {options.contexts} --out FILE"
         ),
         "commit": commit,
         "machine": environment("cpu")["device"],
