@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkout import commit
 
 from artifacts import load_pair
 from profiling.environment import environment
@@ -92,16 +92,13 @@ def main() -> None:
         row |= {"low": round(interval.low, 5), "high": round(interval.high, 5)}
         rows.append(row)
         print(f"{name:<32} {interval.value:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
     record = {
         "what": "Loss of answers by statistic: fraction of dense attention's value, by context",
         "command": (
             f"python benchmarks/answer_statistics.py {Path(options.model).name} "
             f"{options.artifact.name} --contexts {options.contexts} --out FILE"
         ),
-        "commit": commit,
+        "commit": commit(),
         "machine": environment("cpu")["device"],
         "versions": {name: version(name) for name in ("headwise", "torch", "transformers")},
         "tokens": length,

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkout import commit
 
 from profiling.evaluation.intervals import wilson
 from search.model.limits import MAX_LOST, Limits
@@ -120,13 +120,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=4000)
     options = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
     record = {
         "what": "Error of the gate in simulated searches, and how often it proves a small loss",
         "command": f"python benchmarks/gate_errors.py --out FILE --trials {options.trials}",
-        "commit": commit,
+        "commit": commit(),
         "machine": "any: random numbers alone",
         "versions": {"headwise": version("headwise"), "numpy": np.__version__},
         "limit": MAX_LOST,

@@ -16,7 +16,6 @@ openvino_record.py the file.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkout import commit
 from openvino_engines import Graphs, OpenVINOEngine, Request, TorchEngine, request_of
 from openvino_export import exported, mark
 from openvino_record import DENSE, OPENVINO, XATTENTION, Record, table
@@ -258,19 +258,12 @@ def _requests(options: argparse.Namespace, loaded: LoadedModel, seen: Seen) -> l
 def _header(options: argparse.Namespace, weights: str) -> dict[str, Any]:
     import openvino_genai
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=True,
-    ).stdout.strip()
     words = [str(Path(word).name) if "/" in word else word for word in sys.argv[1:]]
     engine = {"openvino": version("openvino"), "openvino_genai": openvino_genai.__version__}
     return {
         "what": "Correct answers and seconds to the first token by method, on the same prompts",
         "command": " ".join(["python benchmarks/openvino.py", *words]),
-        "commit": commit,
+        "commit": commit(),
         "machine": environment("cpu")["device"],
         "versions": versions() | engine,
         "model": Path(options.model).name,

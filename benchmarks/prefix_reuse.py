@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from checkout import commit
 
 from artifacts import load_pair
 from artifacts.cli.command import run_command
@@ -129,18 +129,11 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def _record(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=True,
-    ).stdout.strip()
     name = Path(options.model).name
     return {
         "what": "Seconds to the first token of new tokens behind cached ones, in transformers",
         "command": f"python benchmarks/prefix_reuse.py {options.config.name} --model {name}",
-        "commit": commit,
+        "commit": commit(),
         "machine": environment("cpu")["device"],
         "versions": {each: version(each) for each in ("headwise", "torch", "transformers")},
         "model": name,

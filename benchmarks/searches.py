@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
+
+from checkout import commit
 
 from artifacts import Artifact, HeadwiseError, load
 from artifacts.cli.command import run_command
@@ -47,17 +48,10 @@ def main() -> int:
     artifacts = [load(path) for path in options.files]
     rows = [row_of(artifact, taken) for artifact, taken in zip(artifacts, minutes, strict=True)]
     measured = [each for artifact in artifacts for each in artifact.evidence.measurements]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=True,
-    ).stdout.strip()
     record = {
         "what": "Searches by the limits: losses with their bounds, and seconds to the first token",
         "command": "python benchmarks/searches.py ARTIFACT ... --out FILE",
-        "commit": commit,
+        "commit": commit(),
         "machine": ", ".join(dict.fromkeys(each.device for each in measured if each.device)),
         "versions": dict(measured[0].versions or {}) if measured else {},
         "rows": rows,
