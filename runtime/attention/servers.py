@@ -44,7 +44,9 @@ def serve_by_patterns(call: Call) -> Served | None:
     """A prefill by the layer's patterns."""
     if call.q_shape[2] <= MAX_QUERIES:
         return None
-    kernel = _kernel_unless_dense(call)
+    if call.why_dense is None:
+        kernel, no_kernel = kernel_of(call)
+        call.why_dense = _why_dense(call, no_kernel)
     if call.why_dense is not None:
         return None
     out = attempt(call, attend_sparse, kernel)
@@ -58,9 +60,7 @@ def serve_by_dense_kernel(call: Call) -> Served | None:
     """A prefill over every key, or those of the layer's window, by Headwise's kernel."""
     if call.q_shape[2] <= MAX_QUERIES:
         return None
-    _kernel_unless_dense(call)
-    assert call.why_dense is not None, "patterns serve before"
-    kernel, name = dense_kernel(call, call.why_dense)
+    kernel, name = dense_kernel(call, call.why_dense or dense_reason(call) or "short")
     if not kernel:
         return None
     out = attempt(call, attend_by_kernel, kernel)
@@ -68,14 +68,6 @@ def serve_by_dense_kernel(call: Call) -> Served | None:
         return Served(out, name)
     call.why_dense = out
     return None
-
-
-def _kernel_unless_dense(call: Call) -> str:
-    """Kernel of a prefill; the call gets the reason why it is not sparse, if there is one."""
-    kernel, no_kernel = kernel_of(call)
-    if call.why_dense is None:
-        call.why_dense = _why_dense(call, no_kernel)
-    return kernel
 
 
 def dense_kernel(call: Call, why_dense: str) -> tuple[str, str]:
