@@ -1,4 +1,4 @@
-"""Calls of attention, decode and gradients: their arguments, each check once, and the scale.
+"""Calls of attention, decode and gradients: their arguments, and each check once.
 
 A backend gets a call and trusts it.
 
@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from kernels.checks import (
     EIGHT_BITS,
     check_devices,
-    check_factors,
     check_groups,
     check_last,
     check_out,
@@ -31,7 +30,8 @@ from kernels.checks import (
     unfit,
     unlike_dtypes,
 )
-from kernels.index import SparseIndex, check_window
+from kernels.index import SparseIndex
+from kernels.logits import PLAIN, Logits
 
 # More queries than this are a prefill: sparse_attention shares the reading of keys among them
 # better. Only scores are summed over more.
@@ -48,11 +48,13 @@ class Operands:
         q: (B, H, Q, D).
         k: (B, G, K, D), or in pages (pages, page size, G, D).
         v: (B, G, K, E), or in pages (pages, page size, G, E).
+        logits: what their logits are made of.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    logits: Logits = field(default=PLAIN, kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -61,8 +63,8 @@ class Operands:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that the output can be differentiated by: also a call's sinks."""
-        sinks: Tensor | None = getattr(self, "sinks", None)
+        """The tensors that the output can be differentiated by."""
+        sinks = self.logits.sinks
         if sinks is None:
             return self.q, self.k, self.v
         return self.q, self.k, self.v, sinks
@@ -75,20 +77,13 @@ class AttentionCall(Operands):
     Raises:
         ValueError: arguments that do not go together, in one line with the values. Of data only
             that of an index made by hand is read, once (SparseIndex.validate).
-
-    Attributes:
-        factor: the scale, D ** -0.5 by default.
     """
 
     index: SparseIndex
     _: KW_ONLY
-    scale: float | None = None
-    softcap: float | None = None
     block_table: Tensor | None = None
-    sinks: Tensor | None = None
     out: Tensor | None = None
     skipped: Tensor | None = None
-    factor: float = field(init=False)
 
     def __post_init__(self) -> None:
         index = self.index
@@ -101,7 +96,7 @@ class AttentionCall(Operands):
             raise ValueError(f"index is for {index.num_heads} heads, q has {num_heads}")
         check_devices(
             *(self.q, self.k, self.v, index.diagonals),
-            *(self.block_table, self.sinks, self.out, self.skipped),
+            *(self.block_table, self.logits.sinks, self.out, self.skipped),
         )
         _check_lengths(self, q_shape, k_shape)
         if self.block_table is not None:
@@ -113,8 +108,10 @@ class AttentionCall(Operands):
             _check_skipped(self.skipped, index)
         if self.out is not None:
             check_out(self.out, self.q, (*q_shape[:3], self.v.shape[3]))
-        check_factors(self.scale, self.softcap)
-        object.__setattr__(self, "factor", _factor(self.scale, self.q))
+        if self.logits.window not in (None, index.window):
+            raise ValueError(
+                f"the index is for a window of {index.window}, the logits of {self.logits.window}"
+            )
 
 
 class Decoded(NamedTuple):
@@ -143,26 +140,19 @@ class DecodeCall(Operands):
     Attributes:
         checked: False for a call that is known to be right: a step of decode that takes 26 us
             would take 6 to 15 more.
-        factor: the scale, D ** -0.5 by default.
     """
 
     _: KW_ONLY
     tokens: Tensor | None = None
     starts: Tensor | None = None
     ends: Tensor | None = None
-    window: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
     scores: str = "none"
     block_table: Tensor | None = None
-    sinks: Tensor | None = None
     checked: InitVar[bool] = True
-    factor: float = field(init=False)
 
     def __post_init__(self, checked: bool) -> None:
         if checked:
             self._check()
-        object.__setattr__(self, "factor", _factor(self.scale, self.q))
 
     def _check(self) -> None:
         q_shape, k_shape = _check_states(self)
@@ -193,12 +183,11 @@ class DecodeCall(Operands):
         if block_table is not None:
             check_pages(block_table, batch, 1, self.k, self.v)
         check_devices(
-            *(self.q, self.k, self.v, tokens), *(self.starts, self.ends, block_table, self.sinks)
+            *(self.q, self.k, self.v, tokens),
+            *(self.starts, self.ends, block_table, self.logits.sinks),
         )
-        check_window(self.window)
         if self.scores not in ("none", "sum", "max"):
             raise ValueError(f"scores must be 'none', 'sum' or 'max', got {self.scores!r}")
-        check_factors(self.scale, self.softcap)
 
     @property
     def is_prompt(self) -> bool:
@@ -207,8 +196,9 @@ class DecodeCall(Operands):
 
     @property
     def _sums_alone(self) -> bool:
-        optional = (self.tokens, self.starts, self.ends, self.block_table, self.sinks)
-        alone = self.window is None and all(x is None for x in optional)
+        optional = (self.tokens, self.starts, self.ends, self.block_table)
+        logits = self.logits
+        alone = logits.window is None and logits.sinks is None and all(x is None for x in optional)
         return self.scores == "sum" and alone
 
 
@@ -218,19 +208,11 @@ class GradientCall(Operands):
 
     Raises:
         ValueError: arguments that do not go together, in one line with the values.
-
-    Attributes:
-        factor: the scale, D ** -0.5 by default.
     """
 
     out: Tensor
     lse: Tensor
     grad_out: Tensor
-    _: KW_ONLY
-    scale: float | None = None
-    softcap: float | None = None
-    window: int | None = None
-    factor: float = field(init=False)
 
     def __post_init__(self) -> None:
         states = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "grad_out": self.grad_out}
@@ -256,10 +238,8 @@ class GradientCall(Operands):
         wide = torch.promote_types(self.q.dtype, torch.float32)
         if self.lse.dtype not in (torch.float32, wide):
             raise ValueError(f"lse must be {wide}, got {self.lse.dtype}")
+        self.logits.check(q_shape[1])
         check_devices(*states.values(), self.lse)
-        check_window(self.window)
-        check_factors(self.scale, self.softcap)
-        object.__setattr__(self, "factor", _factor(self.scale, self.q))
 
 
 def derivative_wanted(call: Operands) -> str | None:
@@ -274,14 +254,8 @@ def derivative_wanted(call: Operands) -> str | None:
     return None
 
 
-def _factor(scale: float | None, q: Tensor) -> float:
-    if scale is None:
-        return q.shape[3] ** -0.5
-    return float(scale)
-
-
 def _check_states(call: AttentionCall | DecodeCall) -> tuple[torch.Size, torch.Size]:
-    """Check q, k, v, the block table and the sinks; returns the shapes of q and k."""
+    """Check q, k, v, the block table and the logits; returns the shapes of q and k."""
     q = call.q
     k = call.k
     v = call.v
@@ -301,13 +275,7 @@ def _check_states(call: AttentionCall | DecodeCall) -> tuple[torch.Size, torch.S
         raise unlike_dtypes(q=q, k=k, v=v)
     num_heads = q_shape[1]
     check_groups(num_heads, _num_kv_heads(k_shape, call.block_table))
-    sinks = call.sinks
-    if sinks is not None:
-        check_tensor("sinks", sinks)
-        if sinks.shape != (num_heads,) or not sinks.is_floating_point():
-            raise ValueError(
-                f"sinks must be floating ({num_heads},), got {sinks.dtype} {tuple(sinks.shape)}"
-            )
+    call.logits.check(num_heads)
     return q_shape, k_shape
 
 

@@ -6,7 +6,6 @@ E value dim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -118,13 +117,6 @@ def _overlaps(out: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
-
-
-def check_factors(scale: float | None, softcap: float | None) -> None:
-    """Raise ValueError for a scale or a soft-cap that is no positive number; None is no factor."""
-    for name, factor in (("scale", scale), ("softcap", softcap)):
-        if factor is not None and not 0 < factor < math.inf:
-            raise ValueError(f"{name} must be a positive finite number, got {factor}")
 
 
 def unfit(**tensors: Tensor) -> ValueError:

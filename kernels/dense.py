@@ -5,15 +5,13 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from kernels.attention import attend
 from kernels.call import MAX_QUERIES, AttentionCall
 from kernels.checks import check_query_length, check_tensors
 from kernels.decode import decode_attention
-from kernels.index import check_window
+from kernels.logits import PLAIN, Logits
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 
@@ -25,12 +23,9 @@ def dense_attention(
     k: Tensor,
     v: Tensor,
     *,
-    window: int | None = None,
+    logits: Logits = PLAIN,
     ragged: Ragged | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     block_table: Tensor | None = None,
-    sinks: Tensor | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -43,13 +38,10 @@ def dense_attention(
         q: as for sparse_attention.
         k: as for sparse_attention.
         v: as for sparse_attention.
-        window: a query sees itself and the window - 1 keys before it; None is all of them.
+        logits: scale, soft-cap, learned sinks and window.
         ragged: where the sequences lie, if they are not all as long as the tensors; needed with a
             block table.
-        scale: as for sparse_attention.
-        softcap: as for sparse_attention.
         block_table: as for sparse_attention.
-        sinks: as for sparse_attention.
         out: as for sparse_attention.
         backend: as for sparse_attention.
 
@@ -60,15 +52,8 @@ def dense_attention(
         ValueError: as sparse_attention; a block table without the lengths of its sequences.
     """
     check_tensors(q=q, k=k, v=v)
-    check_window(window)
     if block_table is not None and ragged is None:
         raise ValueError("a block table needs the lengths of its sequences: pass a Ragged")
-    how: dict[str, Any] = {
-        "scale": scale,
-        "softcap": softcap,
-        "block_table": block_table,
-        "sinks": sinks,
-    }
     if out is None and _few(q, k, ragged, paged=block_table is not None):
         starts = ends = None
         if ragged is not None:
@@ -76,7 +61,12 @@ def dense_attention(
             starts = table[:, 3]
             ends = table[:, 3] + table[:, 4]
         few = decode_attention(
-            q, k, v, starts=starts, ends=ends, window=window, backend=backend, **how
+            *(q, k, v),
+            logits=logits,
+            starts=starts,
+            ends=ends,
+            block_table=block_table,
+            backend=backend,
         )
         return few.out, few.lse
     batch = q.shape[0]
@@ -88,8 +78,11 @@ def dense_attention(
         k_len = max(ragged.k_lens)
     else:
         check_query_length(q_len, k_len)
-    index = dense_index(batch, q.shape[1], q_len, k_len, q.device, window=window, ragged=ragged)
-    return attend(AttentionCall(q, k, v, index, out=out, **how), backend)
+    index = dense_index(
+        batch, q.shape[1], q_len, k_len, q.device, window=logits.window, ragged=ragged
+    )
+    call = AttentionCall(q, k, v, index, logits=logits, block_table=block_table, out=out)
+    return attend(call, backend)
 
 
 def _few(q: Tensor, k: Tensor, ragged: Ragged | None, *, paged: bool) -> bool:

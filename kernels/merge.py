@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.logits import Logits, wide
+
 
 def merge_attention(
     out: Tensor,
@@ -16,9 +18,8 @@ def merge_attention(
     k: Tensor,
     v: Tensor,
     *,
+    logits: Logits,
     seen: Tensor | None,
-    scale: float,
-    softcap: float | None,
 ) -> Tensor:
     """Merge attention over some keys, `out`, with attention over s more: (B, H, Q, E).
 
@@ -31,19 +32,13 @@ def merge_attention(
         q: (B, H, Q, D).
         k: (B, G, s, D); torch multiplies keys and values in fp32, so s should be small.
         v: (B, G, s, E).
+        logits: of both parts.
         seen: (Q, s) bool, which of these keys a query sees; None for all of them.
-        scale: of the logits.
-        softcap: as kernels.attention.sparse_attention has it.
     """
-    k, v = (x.float()[:, :, None] for x in (k, v))
-    logits = q.float().unflatten(1, (k.shape[1], -1)) @ k.transpose(3, 4) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if seen is not None:
-        logits = logits.masked_fill(~seen, float("-inf"))
-    logits = logits.flatten(1, 2)
-    whole = torch.logaddexp(lse, logits.logsumexp(-1))
-    weights = (logits - whole[..., None]).exp().unflatten(1, (k.shape[1], -1))
+    k, v = (wide(x)[:, :, None] for x in (k, v))
+    rest = logits.compute(q.unflatten(1, (k.shape[1], -1)), k, seen).flatten(1, 2)
+    whole = torch.logaddexp(lse, rest.logsumexp(-1))
+    weights = (rest - whole[..., None]).exp().unflatten(1, (k.shape[1], -1))
     return (out.float() * (lse - whole).exp()[..., None] + (weights @ v).flatten(1, 2)).to(
         out.dtype
     )

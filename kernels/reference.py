@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.call import AttentionCall, DecodeCall, Decoded, GradientCall
 from kernels.index import TILE, SparseIndex
+from kernels.logits import softmax, wide
 from kernels.patterns.last_queries import EstimateCall, Masses
 from kernels.patterns.paged import of_heads, of_sequence, parts
 from kernels.ragged import Ragged
@@ -90,9 +91,10 @@ class Decode(_ServesAll):
         end: Tensor | int = k_len
         if call.ends is not None:
             end = call.ends.view(-1, 1, 1, 1)
-        sinks = None
-        if call.sinks is not None:
-            sinks = call.sinks.view(num_kv_heads, -1, 1)
+        sinks = call.logits.sinks
+        if sinks is not None:
+            sinks = sinks.view(num_kv_heads, -1, 1)
+        window = call.logits.window
         position = end - q_len + torch.arange(q_len, device=q.device).view(-1, 1)
         outs = []
         lses = []
@@ -101,16 +103,14 @@ class Decode(_ServesAll):
             rows = slice(begin, begin + _QUERIES)
             at = position[..., rows, :]
             seen = (keys >= first) & (keys <= at) & (keys < k_len)
-            if call.window is not None:
-                seen = seen & (keys > at - call.window)
+            if window is not None:
+                seen = seen & (keys > at - window)
             seen = seen.expand(batch, num_kv_heads, -1, -1)
             weights, lse = softmax(
-                logits_of(
+                call.logits.compute(
                     q[:, :, rows].unflatten(1, (num_kv_heads, -1)),
                     _rows(k, keys, seen)[:, :, None],
                     seen[:, :, None],
-                    scale=call.factor,
-                    softcap=call.softcap,
                 ),
                 sinks,
             )
@@ -140,13 +140,13 @@ class Gradient(_ServesAll):
         # Whole tiles of positions.
         rows = max(1, _LOGITS // (call.q.shape[0] * call.q.shape[1] * k_len * TILE)) * TILE
         with torch.inference_mode(False), torch.enable_grad():
-            k, v = (_wide(x).detach().clone().requires_grad_() for x in (call.k, call.v))
+            k, v = (wide(x).detach().clone().requires_grad_() for x in (call.k, call.v))
             # (B, G, M, Q, any).
             q, out, by_out = (
-                _wide(x).detach().clone().unflatten(1, (num_kv_heads, -1))
+                wide(x).detach().clone().unflatten(1, (num_kv_heads, -1))
                 for x in (call.q, call.out, call.grad_out)
             )
-            whole = _wide(call.lse).detach().clone().unflatten(1, (num_kv_heads, -1))
+            whole = wide(call.lse).detach().clone().unflatten(1, (num_kv_heads, -1))
             dq = torch.zeros_like(q)
             dk = torch.zeros_like(k)
             dv = torch.zeros_like(v)
@@ -156,13 +156,8 @@ class Gradient(_ServesAll):
                 end = min((end // rows + 1) * rows, k_len)
                 block = slice(start - offset, end - offset)
                 some = q[..., block, :].requires_grad_()
-                logits = logits_of(
-                    some,
-                    k[:, :, None, :end],
-                    _causal(start, end, end, call.window, q.device),
-                    scale=call.factor,
-                    softcap=call.softcap,
-                )
+                seen = _causal(start, end, end, call.logits.window, q.device)
+                logits = call.logits.compute(some, k[:, :, None, :end], seen)
                 weights = (logits - whole[..., block, None]).exp()
                 delta = (out[..., block, :] * by_out[..., block, :]).sum(-1)
                 # The log-sum-exp is an input: the second sum stands for its derivative.
@@ -192,8 +187,8 @@ class Estimate(_ServesAll):
                 last = min(last_q, q.shape[2])
                 kv_head = head // (q.shape[1] // k.shape[1])
                 keys = parts(of_heads(sequence, slice(kv_head, kv_head + 1)))
-                queries = _wide(q[b, head, -last:])
-                logits = torch.cat([queries @ _wide(each[0, 0]).T for each in keys], -1)
+                queries = wide(q[b, head, -last:])
+                logits = torch.cat([queries @ wide(each[0, 0]).T for each in keys], -1)
                 seen = _causal(k_len - last, k_len, k_len, call.window, q.device)
                 weights, _ = softmax((logits * call.scale).masked_fill(~seen, float("-inf")))
                 vertical[b, i] = weights.sum(0)
@@ -204,40 +199,6 @@ class Estimate(_ServesAll):
         return Masses(vertical, slash)
 
 
-def logits_of(q: Tensor, k: Tensor, seen: Tensor, *, scale: float, softcap: float | None) -> Tensor:
-    """Logits (..., Q, K), at least in fp32, of q (..., Q, D) and k (..., K, D).
-
-    Args:
-        q: (..., Q, D).
-        k: (..., K, D).
-        seen: (..., Q, K) bool; logits are -inf where it is False.
-        scale: factor on the logits.
-        softcap: logits become softcap * tanh(logits / softcap); None leaves them.
-    """
-    logits = _wide(q) @ _wide(k).transpose(-1, -2) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits.masked_fill(~seen, float("-inf"))
-
-
-def softmax(logits: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Probabilities (..., Q, K) and log-sum-exp (..., Q) of logits (..., Q, K).
-
-    Zeros and -inf for a query that sees nothing.
-
-    Args:
-        logits: (..., Q, K), -inf where a query does not see a key.
-        sinks: broadcasts to (..., Q): the logit of one more key, which has no value.
-    """
-    count = logits.shape[-1]
-    if sinks is not None:
-        column = sinks.to(logits.dtype).expand(logits.shape[:-1])[..., None]
-        logits = torch.cat([logits, column], dim=-1)
-    lse = logits.logsumexp(-1)
-    weights = logits.softmax(-1).masked_fill(lse[..., None] == float("-inf"), 0)
-    return weights[..., :count], lse
-
-
 def _one_head(
     call: AttentionCall, index: SparseIndex, head: int, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, int]:
@@ -246,7 +207,7 @@ def _one_head(
     listed = index.padded_tiles()[0, head]
     positions = torch.arange(index.k_len, device=q.device)
     bound = float("-inf") if index.skip is None else float(index.skip[0, head])
-    sink = None if call.sinks is None else call.sinks[head]
+    sink = None if call.logits.sinks is None else call.logits.sinks[head]
     outs = []
     lses = []
     skipped = 0
@@ -263,13 +224,7 @@ def _one_head(
             computed[:] = True
         keys = positions[computed & (positions < last)]
         seen = _causal(first, last, last, index.window, q.device)[:, keys]
-        logits = logits_of(
-            q[first - offset : last - offset],
-            k[keys],
-            seen,
-            scale=call.factor,
-            softcap=call.softcap,
-        )
+        logits = call.logits.compute(q[first - offset : last - offset], k[keys], seen)
         if bound > float("-inf") and not dense:
             tiles = torch.where(in_tiles[keys], keys // TILE, -1)
             low = _skipped(logits, tiles, at, bound)
@@ -278,7 +233,7 @@ def _one_head(
             logits = logits.masked_fill(low, float("-inf"))
         weights, lse = softmax(logits, sink)
         # Memory that no query sees may hold anything: zero times NaN is NaN.
-        outs.append(weights @ _wide(v[keys]).where(seen.any(0)[:, None], 0))
+        outs.append(weights @ wide(v[keys]).where(seen.any(0)[:, None], 0))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses), skipped
 
@@ -309,7 +264,7 @@ def _rows(x: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
     """Rows (B, G, C, dim) of x (B, G, K, dim), zeros where no query sees the row."""
     batch, num_kv_heads, k_len, dim = x.shape
     at = keys[:, :, 0].clamp(0, k_len - 1).expand(batch, num_kv_heads, -1)
-    rows = _wide(x).gather(2, at[..., None].expand(-1, -1, -1, dim))
+    rows = wide(x).gather(2, at[..., None].expand(-1, -1, -1, dim))
     return rows.where(seen.any(2)[..., None], 0)
 
 
@@ -317,10 +272,3 @@ def _unpaged(cache: Tensor, block_table: Tensor) -> Tensor:
     """(B, G, K, dim) from pages (pages, page size, G, dim); page 0 replaces invalid numbers."""
     pages = block_table.where((block_table >= 0) & (block_table < cache.shape[0]), 0).long()
     return cache[pages].flatten(1, 2).transpose(1, 2)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """The tensor in fp32, or in fp64 if it is."""
-    if x.dtype == torch.float64:
-        return x
-    return x.float()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.logits import Logits
 from kernels.registry import build_guard, check_built, has_failures
 
 _LOG2E = 1.4426950408889634
@@ -52,9 +53,10 @@ def or_placeholder(x: Tensor | None, placeholder: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def softmax_factors(scale: float, softcap: float | None) -> dict[str, float]:
+def softmax_factors(logits: Logits, head_dim: int) -> dict[str, float]:
     """Scale and soft-cap with log2(e) folded in; soft-capped, scale yields the exponent of e^2x."""
-    if softcap is None:
+    scale, softcap = logits.numbers(head_dim)
+    if not softcap:
         return {"scale": scale * _LOG2E, "softcap": 0.0}
     return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
 

@@ -130,7 +130,7 @@ class _PlugIns(NamedTuple):
     evicting: Server | None = None
     selected: Mapping[int, Server] = MappingProxyType({})
 
-    def of(self, layer: int) -> tuple[Server, ...]:
+    def servers_of(self, layer: int) -> tuple[Server, ...]:
         """Those of a layer, in the order in which they are asked."""
         own = (self.evicting, self.selected.get(layer))
         return tuple(server for server in own if server is not None)
@@ -199,7 +199,7 @@ def _plan(
     layers = {}
     for number, module in modules.items():
         plan = plans.get(number)
-        own = plug_ins.of(number)
+        own = plug_ins.servers_of(number)
         servers = (*own, serve_step, serve_by_patterns, serve_by_dense_kernel)
         if plan is None:
             servers = (*own, serve_step, serve_by_dense_kernel)

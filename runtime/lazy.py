@@ -19,7 +19,7 @@ class LazyTensor(Tensor):
     """Tensor of some shape, dtype and device; code that reads it as a tensor gets read()."""
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
         """Make one without anything to read yet."""
         tensor: Self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         return tensor
@@ -67,7 +67,7 @@ class NewTokens(LazyTensor):
     @staticmethod
     def __new__(cls, layer: Any, new: Tensor, slots: int) -> NewTokens:
         """Make the tensor without its elements; see LazyTensor.of."""
-        tensor = cls.of((*new.shape[:2], slots, new.shape[3]), new.dtype, new.device)
+        tensor = cls.empty((*new.shape[:2], slots, new.shape[3]), new.dtype, new.device)
         tensor.layer = layer
         return tensor
 

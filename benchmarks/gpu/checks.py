@@ -20,6 +20,7 @@ from kernels import triton_calls
 from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.decode import decode_attention
 from kernels.gradient import attention_gradients
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
@@ -84,7 +85,9 @@ def attention(
         else:
             ragged = None
         plan = LayerPlan(patterns, KV_HEADS, dense_tail=options.pop("dense_tail", 0))
-        index = plan.build(q, k, window=options.pop("window", None), ragged=ragged)
+        window = options.pop("window", None)
+        index = plan.build(q, k, window=window, ragged=ragged)
+        options["logits"] = Logits(softcap=options.pop("softcap", None), window=window)
         expected = sparse_attention(
             q.float(), k.float(), v.float(), index, backend="reference", **options
         )

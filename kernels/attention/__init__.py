@@ -10,8 +10,9 @@ from torch import Tensor
 from kernels import registry
 from kernels.call import AttentionCall
 from kernels.index import SparseIndex
+from kernels.logits import PLAIN, Logits
 
-__all__ = ["AttentionCall", "attend", "sparse_attention"]
+__all__ = ["AttentionCall", "Logits", "attend", "sparse_attention"]
 
 
 def sparse_attention(
@@ -20,10 +21,8 @@ def sparse_attention(
     v: Tensor,
     index: SparseIndex,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
+    logits: Logits = PLAIN,
     block_table: Tensor | None = None,
-    sinks: Tensor | None = None,
     out: Tensor | None = None,
     skipped: Tensor | None = None,
     backend: str = "auto",
@@ -34,16 +33,12 @@ def sparse_attention(
         q: (B, H, Q, D) queries, the last Q of the K positions; any strides with D contiguous.
         k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages,
             page size, G, D). Keys and values are of q's dtype, or both float8_e4m3fn or
-            float8_e5m2: a scale of the keys goes into `scale`, one of the values is the caller's to
-            multiply the output by.
+            float8_e5m2.
         v: (B, G, K, E) values. With a block table (pages, page size, G, E).
         index: SparseIndex for H heads and either B, Q and K or, if it is ragged, its own sequences.
-        scale: factor on the logits; D ** -0.5 if None.
-        softcap: logits become softcap * tanh(logits / softcap).
+        logits: scale, soft-cap and learned sinks. A window is the index's.
         block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i *
             page size and on. A serving engine's cache is read where it lies.
-        sinks: (H,) a learned logit of each query head that takes part in every softmax and has
-            no value (gpt-oss).
         out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if None.
         skipped: (B or S, H) int32 contiguous, to which is added how many tiles each head skipped
             (SparseIndex.skip).
@@ -69,10 +64,8 @@ def sparse_attention(
         k,
         v,
         index,
-        scale=scale,
-        softcap=softcap,
+        logits=logits,
         block_table=block_table,
-        sinks=sinks,
         out=out,
         skipped=skipped,
     )

@@ -60,7 +60,6 @@ def run(call: AttentionCall, *, engine: str | None = None) -> tuple[Tensor, Tens
     """
     index = call.index
     out = call.out
-    sinks = call.sinks
     q, k, v = map(with_rows, (call.q, call.k, call.v))
     batch, num_heads, q_len, _ = q.shape
     lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32, device="cpu")
@@ -75,11 +74,10 @@ def run(call: AttentionCall, *, engine: str | None = None) -> tuple[Tensor, Tens
         out.zero_()
         lse.fill_(float("-inf"))
     entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.offsets, index.columns))
-    if sinks is not None:
-        sinks = sinks.float()
     torch.ops.headwise.sparse_attention(
         *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0),
-        *map(contiguous, (call.block_table, index.skip, sinks)),
-        *(call.factor, call.softcap or 0.0, engine or engines(q.dtype)[0], out, lse, call.skipped),
+        *map(contiguous, (call.block_table, index.skip, call.logits.wide_sinks)),
+        *call.logits.numbers(q.shape[3]),
+        *(engine or engines(q.dtype)[0], out, lse, call.skipped),
     )
     return out, lse

@@ -86,9 +86,9 @@ def prepare(
     `config` replaces the table's build, `splits` is the number of parts that keys are cut into.
     """
     index = call.index
-    softcap = call.softcap
+    logits = call.logits
     block_table = call.block_table
-    sinks = call.sinks
+    sinks = logits.wide_sinks
     skipped = call.skipped
     q, k, v = map(with_rows, (call.q, call.k, call.v))
     num_heads, q_len, dim, v_dim = *q.shape[1:], v.shape[-1]
@@ -99,8 +99,6 @@ def prepare(
     window = index.window
     if window is not None and window >= index.k_len:
         window = None
-    if sinks is not None:
-        sinks = sinks.float()
     if skip is not None and skipped is None:
         skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
 
@@ -190,7 +188,7 @@ def prepare(
         "sinks": or_placeholder(sinks, lse),
         "skip": or_placeholder(skip, lse),
         "skipped": or_placeholder(skipped, table),
-        **partial, **softmax_factors(call.factor, softcap),
+        **partial, **softmax_factors(logits, dim),
     }  # fmt: skip
     for name, tensor, axes in (
         ("q", q, (0, 1, 2)),
@@ -233,8 +231,8 @@ def prepare(
             rows=each.rows, keys=each.keys, stages=each.stages, precision=each.precision,
             page=page,
             walk=diagonals > 1, tiles=listed > 0, columns=columned > 0, tail=index.dense_tail > 0,
-            window=window is not None, ragged=ragged is not None, softcap=softcap is not None,
-            sinks=sinks is not None,
+            window=window is not None, ragged=ragged is not None,
+            softcap=logits.softcap is not None, sinks=sinks is not None,
             skip=skip is not None, subset=subset, split=splits > 1,
         )  # fmt: skip
         more = {

@@ -376,13 +376,11 @@ def combine(
         arguments: of the attention kernel; those of `scratch` among them.
         out: (B, H, Q, E), written to.
         lse: (B, H, Q) fp32, written to.
-        sinks: (H,) learned sinks, None for none.
+        sinks: (H,) fp32, learned sinks, None for none.
         rows: query rows of a KV head.
         splits: parts of each row.
         holes: some rows belong to nobody, and have been written.
     """
-    if sinks is not None:
-        sinks = sinks.float()
     names = ("tops", "totals", "partial", "num_kv_heads", "q_len")
     dim = out.shape[-1]
     return KernelCall(

@@ -38,9 +38,7 @@ def run(call: DecodeCall, *, engine: str | None = None) -> Decoded:
     q = call.q
     if q.shape[2] > MAX_QUERIES:
         return _with_sums(call, engine)
-    sinks = call.sinks
-    if sinks is not None:
-        sinks = sinks.float()
+    logits = call.logits
     scores = call.scores
     out, lse, mass = torch.ops.headwise.decode_attention(
         with_rows(q),
@@ -50,10 +48,9 @@ def run(call: DecodeCall, *, engine: str | None = None) -> Decoded:
         contiguous(call.starts),
         contiguous(call.ends),
         contiguous(call.block_table),
-        contiguous(sinks),
-        call.window or 0,
-        call.factor,
-        call.softcap or 0.0,
+        contiguous(logits.wide_sinks),
+        logits.window or 0,
+        *logits.numbers(q.shape[3]),
         scores,
         engine or engines(q.dtype)[0],
     )
@@ -72,6 +69,6 @@ def _with_sums(call: DecodeCall, engine: str | None) -> Decoded:
     q, k, v = map(with_rows, (call.q, call.k.to(dtype), call.v.to(dtype)))
     return Decoded(
         *torch.ops.headwise.attention_with_sums(
-            q, k, v, call.factor, call.softcap or 0.0, engine or attention.engines(dtype)[0]
+            q, k, v, *call.logits.numbers(q.shape[3]), engine or attention.engines(dtype)[0]
         )
     )

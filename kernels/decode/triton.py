@@ -30,6 +30,7 @@ from kernels.call import (
     derivative_wanted,
 )
 from kernels.copies import with_rows
+from kernels.logits import Logits
 from kernels.patterns.dense import dense_index
 from kernels.registry import build_failure
 from kernels.triton_calls import KernelCall, or_placeholder, run_calls, softmax_factors
@@ -145,8 +146,8 @@ def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[Kernel
     tokens = call.tokens
     starts = call.starts
     ends = call.ends
-    window = call.window
-    softcap = call.softcap
+    softcap = call.logits.softcap
+    window = call.logits.window
     scores = call.scores
     block_table = call.block_table
     q, k, v = map(with_rows, (call.q, call.k, call.v))
@@ -234,7 +235,7 @@ def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[Kernel
             "q": q, "k": k, "v": v, "tokens": listed, **bounds,
             "pages": or_placeholder(block_table, lse),
             "tops": tops, "totals": totals, "partial": partial, "kept": logits,
-            **softmax_factors(call.factor, softcap), **strides, **sizes, "splits": splits,
+            **softmax_factors(call.logits, dim), **strides, **sizes, "splits": splits,
             "tokens_batch": tokens_batch,
             "tokens_head": tokens_head,
             "pages_width": pages_width,
@@ -249,7 +250,10 @@ def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[Kernel
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
         plain=not (any(which.values()) or paged or softcap or mass is not None),
     )  # fmt: skip
-    launches = [split, combine(split.arguments, out, lse, call.sinks, rows=rows, splits=splits)]
+    launches = [
+        split,
+        combine(split.arguments, out, lse, call.logits.wide_sinks, rows=rows, splits=splits),
+    ]
     if mass is not None:
         common = {name: split.arguments[name] for name in ("kept", *bounds, *sizes)}
         score = KernelCall(
@@ -269,22 +273,13 @@ def _with_sums(call: DecodeCall) -> Decoded:
     """Results of a prompt, with summed scores: attention, then the sums."""
     q, k, v = map(with_rows, (call.q, call.k, call.v))
     index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-    scale = call.factor
-    softcap = call.softcap
-    out, lse = attention.run(AttentionCall(q, k, v, index, scale=scale, softcap=softcap))
-    sums, scores = prepare_sums(q, k, lse, scale=scale, softcap=softcap)
+    out, lse = attention.run(AttentionCall(q, k, v, index, logits=call.logits))
+    sums, scores = prepare_sums(q, k, lse, logits=call.logits)
     run_calls([sums], q.device, *_sums_build(q))
     return Decoded(out, lse, scores)
 
 
-def prepare_sums(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> tuple[KernelCall, Tensor]:
+def prepare_sums(q: Tensor, k: Tensor, lse: Tensor, *, logits: Logits) -> tuple[KernelCall, Tensor]:
     """The launch that adds up probabilities by log-sum-exp (B, H, Q), and its sums (B, G, K)."""
     (batch, num_heads, q_len, dim) = q.shape
     (_, num_kv_heads, k_len, _) = k.shape
@@ -306,7 +301,7 @@ def prepare_sums(
         kernel="column_sums_kernel",
         grid=(batch * num_kv_heads * -(-k_len // build.keys),),
         arguments={
-            "q": q, "k": k, "lse": lse, "scores": scores, **softmax_factors(scale, softcap),
+            "q": q, "k": k, "lse": lse, "scores": scores, **softmax_factors(logits, q.shape[-1]),
             **strides,
             "num_kv_heads": num_kv_heads, "group": num_heads // num_kv_heads, "q_len": q_len,
             "k_len": k_len,
@@ -314,10 +309,10 @@ def prepare_sums(
         constants={
             "D": dim, "D0": d0, "D1": d1, "KEYS": build.keys, "QUERIES": build.queries,
             "STAGES": build.stages,
-            "SOFTCAP": softcap is not None, "PRECISION": build.precision,
+            "SOFTCAP": logits.softcap is not None, "PRECISION": build.precision,
         },
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
-        plain=softcap is None,
+        plain=logits.softcap is None,
     )  # fmt: skip
     return call, scores
 

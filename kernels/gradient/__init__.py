@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import registry
 from kernels.call import GradientCall
+from kernels.logits import PLAIN, Logits
 
 __all__ = ["GradientCall", "attention_gradients"]
 
@@ -21,9 +22,7 @@ def attention_gradients(
     lse: Tensor,
     grad_out: Tensor,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
+    logits: Logits = PLAIN,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a loss by q, k and v of dense causal attention.
@@ -38,9 +37,7 @@ def attention_gradients(
         lse: (B, H, Q) natural log-sum-exp of each query's logits, as kernels.attention.attend
             returns it. With learned sinks it includes theirs, and so does `out`.
         grad_out: (B, H, Q, E) gradient of the loss by `out`.
-        scale: factor on the logits; D ** -0.5 if None.
-        softcap: logits become softcap * tanh(logits / softcap).
-        window: a query sees itself and the window - 1 keys before it; None is all of them.
+        logits: scale, soft-cap and window; sinks are in `out` and `lse` already.
         backend: "flash" is torch's FlashAttention on a GPU or a CPU (no soft-cap, no window, as
             many queries as keys), "reference" torch on any device; "auto" takes the first that
             serves the call.
@@ -59,9 +56,7 @@ def attention_gradients(
         out,
         lse,
         grad_out,
-        scale=scale,
-        softcap=softcap,
-        window=window,
+        logits=logits,
     )
     gradients: tuple[Tensor, Tensor, Tensor] = registry.run("gradient", call, backend)
     return gradients

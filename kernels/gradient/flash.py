@@ -33,9 +33,10 @@ def supports(call: GradientCall) -> str | None:
     if call.q.dtype not in _DTYPES[device.type]:
         names = " and ".join(str(dtype)[6:] for dtype in _DTYPES[device.type])
         return f"on {device.type} it serves {names}, not {call.q.dtype}"
-    if call.softcap is not None:
+    if call.logits.softcap is not None:
         return "it has no soft-cap"
-    if call.window is not None and call.window < k_len:
+    window = call.logits.window
+    if window is not None and window < k_len:
         return "it has no sliding window"
     if q_len != k_len:
         return f"it serves as many queries as keys, not {q_len} and {k_len}"
@@ -65,10 +66,11 @@ def run(call: GradientCall) -> tuple[Tensor, Tensor, Tensor]:
     # torch's kernels have one head dim: zeros fill up the smaller one of D and E.
     q, k, v, out, grad_out = (with_rows(F.pad(x.detach(), (0, dim - x.shape[3]))) for x in tensors)
     lse = call.lse.detach().float().contiguous()
+    scale = call.logits.factor(q_dim)
     if call.device.type == "cpu":
-        dq, dk, dv = _on_cpu(q, k, v, out, lse, grad_out, call.factor)
+        dq, dk, dv = _on_cpu(q, k, v, out, lse, grad_out, scale)
     else:
-        dq, dk, dv = _on_gpu(q, k, v, out, lse, grad_out, call.factor)
+        dq, dk, dv = _on_gpu(q, k, v, out, lse, grad_out, scale)
     return dq[..., :q_dim], dk[..., :q_dim], dv[..., :v_dim]
 
 

@@ -114,7 +114,7 @@ def _of_prompt(
 
         def visit(inputs: LayerInputs) -> None:
             shown.update()
-            if inputs.sliding_window is None and inputs.sinks is None:
+            if inputs.sliding_window is None and inputs.logits.sinks is None:
                 walked = error[inputs.layer], retained[inputs.layer] = _walk(inputs, stream, shares)
                 what = f"{prompt.task}: errors of budgets in layer {inputs.layer} are"
                 check_finite(walked, what, model)
@@ -140,7 +140,7 @@ def _walk(
     s_len = inputs.q.shape[2]
     # As a search does: slow where there is no kernel.
     backend = registry.fast("decode", Operands(q, k, v))[0] or "reference"
-    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
+    options: dict[str, Any] = {"logits": inputs.logits, "backend": backend}
     scores = torch.zeros(k.shape[:3], device=k.device, dtype=torch.float32)
     blocks = math.ceil(s_len / MAX_QUERIES)
     first = min(blocks - 1, math.ceil(blocks * _FIRST))

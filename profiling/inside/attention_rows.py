@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.index import TILE, SparseIndex, num_tiles
+from kernels.logits import softmax, wide
 from profiling.inside.capture import LayerInputs
 
 # Scores held at a time: 64 MiB in fp32.
@@ -22,18 +23,12 @@ def rows(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tens
     """Yield chunks of queries with their attention (n, S) fp32; with sinks, rows sum below 1."""
     length = inputs.q.shape[2]
     group = inputs.q.shape[1] // inputs.k.shape[1]
-    keys = inputs.k[0, head // group].float().T * inputs.scale
+    keys = wide(inputs.k[0, head // group])
+    sinks = inputs.logits.sinks
     position = torch.arange(length, device=keys.device)
     for piece in queries.split(max(1, _SCORES // length)):
-        scores = inputs.q[0, head, piece].float() @ keys
-        if inputs.softcap is not None:
-            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-        scores = scores.masked_fill(position > piece[:, None], float("-inf"))
-        if inputs.sinks is None:
-            yield piece, scores.softmax(-1)
-        else:
-            column = inputs.sinks[head].float().expand(len(piece), 1)
-            yield piece, torch.cat([scores, column], dim=1).softmax(-1)[:, :-1]
+        scores = inputs.logits.compute(inputs.q[0, head, piece], keys, position <= piece[:, None])
+        yield piece, softmax(scores, None if sinks is None else sinks[head])[0]
 
 
 def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:

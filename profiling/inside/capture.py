@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from artifacts import HeadwiseError
 from kernels import registry
 from kernels.call import Operands
+from kernels.logits import Logits
 from profiling.inside.dense import LayerMask, blockwise_attention
+from runtime.attention.call import logits_of
 from runtime.attention.dense import fastest_dense
 from runtime.layers import attention_layers, text_config
 from runtime.training import in_evaluation_mode
@@ -41,21 +43,22 @@ class LayerInputs:
         q: (1, H, S, D).
         k: (1, G, S, D).
         v: (1, G, S, E), not repeated for grouped queries.
-        scale: factor on q k^T.
+        logits: scale, soft-cap and learned sinks; what a query sees is in sliding_window.
         sliding_window: keys that a query sees, itself included (or a chunk's size); None where it
             sees all.
-        softcap: c in c * tanh(scores / c), None without.
-        sinks: (H,) logits of a virtual key without value, None without.
     """
 
     layer: int
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
+    logits: Logits
     sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        return self.logits.factor(self.q.shape[3])
 
 
 Visit = Callable[[LayerInputs], Tensor | None]
@@ -236,19 +239,13 @@ def inputs_of(
         layer = int(layer)
     mask = _known(run, layer, attention_mask)
     _refuse(module, layer, query, key, kwargs)
-    if scaling is not None:
-        scale = float(scaling)
-    else:
-        scale = query.shape[-1] ** -0.5
     inputs = LayerInputs(
         layer=layer,
         q=query,
         k=key,
         v=value,
-        scale=scale,
+        logits=replace(logits_of(scaling, kwargs), window=None),
         sliding_window=None if mask is None else mask.local_size,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
     )
     return inputs, mask
 
@@ -258,15 +255,14 @@ def dense_output(inputs: LayerInputs, mask: LayerMask | None) -> Tensor:
     q = inputs.q
     k = inputs.k
     v = inputs.v
-    is_plain = mask is None and inputs.sinks is None and not torch.is_grad_enabled()
+    logits = inputs.logits
+    is_plain = mask is None and logits.sinks is None and not torch.is_grad_enabled()
     # sdpa has no soft-cap, and no kernel computes in float64.
-    if inputs.softcap is not None and not registry.fast("attention", Operands(q, k, v))[0]:
+    if logits.softcap is not None and not registry.fast("attention", Operands(q, k, v))[0]:
         is_plain = False
     if is_plain:
-        return fastest_dense(q, k, v, scale=inputs.scale, softcap=inputs.softcap)
-    return blockwise_attention(
-        q, k, v, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask
-    )
+        return fastest_dense(q, k, v, logits=logits)
+    return blockwise_attention(q, k, v, logits=logits, mask=mask)
 
 
 def _known(run: Run, layer: int, attention_mask: Tensor | None) -> LayerMask | None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kernels.logits import softmax
 from profiling.inside.capture import LayerInputs, attending_with, capture_prefill
+from runtime.attention.call import logits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,16 +43,12 @@ class StepInputs(LayerInputs):
     def probabilities(self) -> Tensor:
         """Attention of each query head over the keys, (H, K) fp32; with sinks, sums are below 1."""
         groups = self.k.shape[1]
-        q = self.q[0, :, 0].float().unflatten(0, (groups, -1)) * self.scale
+        q = self.q[0, :, 0].unflatten(0, (groups, -1))
         # One KV head at a time: the keys of all of them in fp32 would be twice the cache's layer.
-        scores = torch.cat([q[group] @ self.k[0, group].float().T for group in range(groups)])
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.visible is not None:
-            scores = scores.masked_fill(~self.visible, float("-inf"))
-        if self.sinks is None:
-            return scores.softmax(-1)
-        return torch.cat([scores, self.sinks.float()[:, None]], dim=-1).softmax(-1)[:, :-1]
+        scores = [
+            self.logits.compute(q[group], self.k[0, group], self.visible) for group in range(groups)
+        ]
+        return softmax(torch.cat(scores), self.logits.sinks)[0]
 
     def output(self) -> Tensor:
         """The attention's output (1, 1, H, E) in the values' dtype."""
@@ -174,10 +172,6 @@ def _attention(
     """Serve a layer: (1, H, 1, D), (1, G, K, D), (1, G, K, E) -> (1, 1, H, E)."""
     run = _run.get()
     layer = int(module.layer_idx)
-    if scaling is not None:
-        scale = float(scaling)
-    else:
-        scale = query.shape[-1] ** -0.5
     if attention_mask is None:
         visible = None
     else:
@@ -187,10 +181,8 @@ def _attention(
         q=query,
         k=key,
         v=value,
-        scale=scale,
+        logits=replace(logits_of(scaling, kwargs), window=None),
         sliding_window=run.windows[layer],
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
         visible=visible,
     )
     run.visit(run.step, inputs)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kernels.logits import PLAIN, Logits, softmax, wide
+
 BLOCK = 256
 # Scores held at a time: 64 MiB in fp32.
 _SCORES = 1 << 24
@@ -56,20 +58,16 @@ def blockwise_attention(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    logits: Logits = PLAIN,
     mask: LayerMask | None = None,
 ) -> Tensor:
-    """softmax(softcap(scale q k^T) under the mask, with the sinks) v; causal without a mask.
+    """Attention under the mask; causal without one.
 
     Args:
         q: (1, H, S, D).
         k: (1, G, S, D).
         v: (1, G, S, E).
-        scale: factor on the logits.
-        softcap: logits become softcap * tanh(logits / softcap); None leaves them.
-        sinks: (H,) learned sinks, None for none.
+        logits: scale, soft-cap and learned sinks. A window is the mask's.
         mask: what each query sees; causal if None.
 
     Returns:
@@ -77,7 +75,7 @@ def blockwise_attention(
     """
     heads = q.shape[1]
     length = q.shape[2]
-    plain = softcap is None and sinks is None
+    plain = logits.softcap is None and logits.sinks is None
     if plain:
         block = BLOCK
     else:
@@ -99,9 +97,7 @@ def blockwise_attention(
             k[:, :, keys.start : keys.stop],
             v[:, :, keys.start : keys.stop],
         )
-        attend = partial(_explicit, scale=scale, softcap=softcap, sinks=sinks)
-        if plain:
-            attend = partial(_plain, scale=scale)
+        attend = partial(_plain if plain else _explicit, logits=logits)
         if torch.is_grad_enabled():
             # Else every block's scores would be kept for the way back.
             attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
@@ -109,9 +105,11 @@ def blockwise_attention(
     return out
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, scale: float) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, logits: Logits) -> Tensor:
     wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=visible, scale=scale)
+    return F.scaled_dot_product_attention(
+        q, wide_k, wide_v, attn_mask=visible, scale=logits.factor(q.shape[3])
+    )
 
 
 def _causal(queries: range, keys: range, device: torch.device) -> Tensor:
@@ -119,24 +117,11 @@ def _causal(queries: range, keys: range, device: torch.device) -> Tensor:
     return (rows >= torch.arange(keys.start, keys.stop, device=device))[None, None]
 
 
-def _explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _explicit(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, logits: Logits) -> Tensor:
     groups = k.shape[1]
-    grouped = q.float().unflatten(1, (groups, -1))
-    scores = grouped @ k.float().unsqueeze(2).transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
+    sinks = logits.sinks
     if sinks is not None:
-        column = sinks.float().view(1, groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights @ v.float().unsqueeze(2)).flatten(1, 2).to(q.dtype)
+        sinks = sinks.view(groups, -1, 1)
+    scores = logits.compute(q.unflatten(1, (groups, -1)), k.unsqueeze(2), visible[:, :, None])
+    weights, _ = softmax(scores, sinks)
+    return (weights @ wide(v).unsqueeze(2)).flatten(1, 2).to(q.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from profiling.inside.capture import attending_with
+from runtime.attention.call import logits_of
 from runtime.attention.dense import fastest_dense
 
 NAME = "headwise_dense_decode"
@@ -31,14 +32,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    window = kwargs.get("sliding_window")
-    one_query = query.shape[2] == 1 and (window or attention_mask is None)
-    if one_query and kwargs.get("s_aux") is None and kwargs.get("softcap") is None:
-        if scaling is None:
-            scale = query.shape[-1] ** -0.5
-        else:
-            scale = scaling
-        out = fastest_dense(query, key, value, scale=scale, window=window, by="kernel")
+    logits = logits_of(scaling, kwargs)
+    one_query = query.shape[2] == 1 and (logits.window or attention_mask is None)
+    if one_query and logits.sinks is None and logits.softcap is None:
+        out = fastest_dense(query, key, value, logits=logits, by="kernel")
         return out.transpose(1, 2), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs

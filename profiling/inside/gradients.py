@@ -206,16 +206,7 @@ class _Dense(torch.autograd.Function):
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
         # With learned sinks too: they are in the output and in the log-sum-exp, and have no value
         # vectors.
-        gradients_of_inputs = attention_gradients(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            by_out,
-            scale=inputs.scale,
-            softcap=inputs.softcap,
-        )
+        gradients_of_inputs = attention_gradients(q, k, v, out, lse, by_out, logits=inputs.logits)
         return *gradients_of_inputs, None, None, None, None
 
 

@@ -94,7 +94,10 @@ def layer_fidelity(
         backend: as for kernels.attention.sparse_attention.
     """
     return index_fidelity(
-        inputs, plan.build(inputs.q, inputs.k, scale=inputs.scale), dense=dense, backend=backend
+        inputs,
+        plan.build(inputs.q, inputs.k, scale=inputs.scale),
+        dense=dense,
+        backend=backend,
     )
 
 
@@ -115,7 +118,7 @@ def index_fidelity(
         # Head by head: the fp32 difference of a whole layer would be the largest tensor.
         exact = expected[0, head].float()
         error[head] = float((out[0, head].float() - exact).norm() / exact.norm().clamp_min(1e-30))
-    recall = kept_mass(lse[0], dense_lse[0], inputs.sinks).mean(-1).cpu().numpy()
+    recall = kept_mass(lse[0], dense_lse[0], inputs.logits.sinks).mean(-1).cpu().numpy()
     density = index.density()[0] - skipped[0].float() / (2 * index.causal_tiles)
     return Fidelity(error=error, recall=recall, density=density.cpu().numpy())
 
@@ -152,16 +155,7 @@ def attend(
         backend: as for kernels.attention.sparse_attention.
         skipped: as for kernels.attention.sparse_attention.
     """
-    call = AttentionCall(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        index,
-        scale=inputs.scale,
-        softcap=inputs.softcap,
-        sinks=inputs.sinks,
-        skipped=skipped,
-    )
+    call = AttentionCall(inputs.q, inputs.k, inputs.v, index, logits=inputs.logits, skipped=skipped)
     return attention.attend(call, backend)
 
 

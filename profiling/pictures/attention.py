@@ -141,22 +141,17 @@ def _pattern_fields(
     inputs: LayerInputs, head: int, cell: int, artifact: Artifact | None
 ) -> dict[str, Any]:
     """Fields of a HeadMap about the head's pattern; none without one."""
-    from kernels.attention import attend
-    from kernels.call import AttentionCall
     from kernels.patterns.dense import dense_index
     from profiling.inside.attention_rows import cover
+    from profiling.inside.head_fidelity import attend, kept_mass
     from runtime.layers import make_plans
 
     if artifact is None or (row := artifact.prefill.layers[inputs.layer]) is None:
         return {}
     index = make_plans(artifact)[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
     whole = dense_index(1, len(row), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
-    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
-    (_, dense_lse), (_, lse) = (
-        attend(AttentionCall(inputs.q, inputs.k, inputs.v, which, **options))
-        for which in (whole, index)
-    )
-    recall = (lse - dense_lse)[0, head].exp().clamp(max=1.0)
+    (_, dense_lse), (_, lse) = (attend(inputs, which, "auto") for which in (whole, index))
+    recall = kept_mass(lse[0], dense_lse[0], inputs.logits.sinks)[head]
     return {
         "pattern": row[head],
         "computed": cover(index, head, cell).cpu().numpy(),

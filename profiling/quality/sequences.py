@@ -152,7 +152,7 @@ class Losses:
     clear: np.ndarray
     dense_clear: np.ndarray
 
-    def of(self, answers: np.ndarray) -> Losses:
+    def select(self, answers: np.ndarray) -> Losses:
         """Keep of the answers only these, (A,) bool."""
         own = (
             "answer_tokens",
@@ -372,9 +372,7 @@ def planned(plans: Plans, context: int, *, backend: str = "auto") -> Visit:
             k,
             inputs.v[:, :, keys],
             index,
-            scale=inputs.scale,
-            softcap=inputs.softcap,
-            sinks=inputs.sinks,
+            logits=inputs.logits,
             backend=backend,
         )
         return out

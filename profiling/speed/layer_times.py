@@ -165,7 +165,7 @@ class _Clock:
             for name, plans in self._request.plans.items()
         }
         runs[ANCHOR] = lambda: dense_of_layer(prompt, backend=self._backend)[0]
-        if inputs.softcap is None and inputs.sinks is None:
+        if inputs.logits.softcap is None and inputs.logits.sinks is None:
             runs[SDPA] = _by_sdpa(prompt)
         runs = {name: run for name, run in runs.items() if layer in self._timed.get(name, ())}
         rounds = in_turn(
@@ -219,7 +219,10 @@ def _by_sdpa(inputs: LayerInputs) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            inputs.q, inputs.k, inputs.v, is_causal=True, scale=inputs.scale, enable_gqa=True
+            *(inputs.q, inputs.k, inputs.v),
+            is_causal=True,
+            scale=inputs.scale,
+            enable_gqa=True,
         )
 
     return run

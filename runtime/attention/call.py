@@ -5,12 +5,14 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from kernels.logits import Logits
 from runtime.attention.chunk import Chunk
 from runtime.attention.context import Context
 from runtime.attention.layer import Layer
@@ -18,6 +20,12 @@ from runtime.training import GRADIENTS, TRAINING, differentiated
 
 # Keyword argument of attention functions: see runtime.omnikv.session.
 CACHE = "headwise_cache"
+
+
+def logits_of(scaling: float | None, more: Mapping[str, Any]) -> Logits:
+    """Logits of a call of transformers' attention functions, from its keyword arguments."""
+    argument = more.get
+    return Logits(scaling, argument("softcap"), argument("s_aux"), argument("sliding_window"))
 
 
 @dataclass(eq=False)
@@ -31,9 +39,6 @@ class Call:
         context: of the mask; None if the mask has none.
         cache: of the forward, where a section asks for it; None elsewhere.
         why_dense: the reason why it is not sparse, as far as it is known.
-        softcap: soft-cap of the logits, or None.
-        sinks: (H,) learned logits that take part in the softmax and have no value (GPT-OSS).
-        window: tokens that a query of a sliding-window layer sees, itself included.
     """
 
     module: nn.Module
@@ -43,14 +48,11 @@ class Call:
     value: Tensor
     mask: Tensor | None
     dropout: float
-    scale: float | None
+    logits: Logits
     more: dict[str, Any]
     context: Context | None
     cache: Any = None
     why_dense: str | None = field(default=None, init=False)
-    softcap: float | None = field(init=False)
-    sinks: Tensor | None = field(init=False)
-    window: int | None = field(init=False)
     q_shape: torch.Size = field(init=False)
     k_shape: torch.Size = field(init=False)
 
@@ -58,10 +60,6 @@ class Call:
         # Each access to a tensor's shape makes a new object.
         self.q_shape = self.query.shape
         self.k_shape = self.key.shape
-        more = self.more.get
-        self.softcap = more("softcap")
-        self.sinks = more("s_aux")
-        self.window = more("sliding_window")
 
     def alone(self, sequence: Chunk, context: Context) -> Self:
         """Return the call of one of its sequences alone, without a mask."""
@@ -112,7 +110,7 @@ class Call:
             return TRAINING
         if self.dropout:
             return "attention dropout is on"
-        if differentiated(query, key, value, self.sinks):
+        if differentiated(query, key, value, self.logits.sinks):
             return GRADIENTS
         if self.more.get("position_bias") is not None:
             return "the layer uses a position bias"

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels import registry
 from kernels.call import Operands
 from kernels.dense import dense_attention
+from kernels.logits import PLAIN, Logits
 from runtime.attention.call import Call
 from runtime.attention.layer import MIN_KEYS_DENSE
 from runtime.attention.mask import PrefillMask
@@ -24,9 +25,7 @@ def fastest_dense(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
+    logits: Logits = PLAIN,
     by: str = "auto",
 ) -> Tensor:
     """Causal attention to every key (or a window's), by sdpa or Headwise's kernel: (B, H, Q, E).
@@ -35,27 +34,26 @@ def fastest_dense(
         q: (B, H, Q, D) queries, the last Q of the K positions.
         k: (B, G, K, D) keys.
         v: (B, G, K, E) values.
-        scale: as for kernels.attention.sparse_attention.
-        softcap: as for kernels.attention.sparse_attention.
-        window: how many keys a query sees, itself included; None for all.
+        logits: scale, soft-cap, learned sinks and window.
         by: "auto", by the rule of the device (see `faster`), or "kernel" or "sdpa".
 
     Raises:
-        ValueError: shapes or dtypes that do not go together; `by` is unknown; a soft-cap is asked
-            of sdpa.
+        ValueError: shapes or dtypes that do not go together; `by` is unknown; a soft-cap or sinks
+            are asked of sdpa.
     """
     if by not in ("auto", "kernel", "sdpa"):
         raise ValueError(f"by must be auto, kernel or sdpa, got {by!r}")
+    beyond_sdpa = logits.softcap is not None or logits.sinks is not None
     if by == "auto":
         by = faster(q, k, v)
-        # sdpa has no soft-cap, and computes every key under a window's mask.
-        if softcap is not None or (window is not None and _is_fast(q, k, v)):
+        # sdpa computes every key under a window's mask.
+        if beyond_sdpa or (logits.window is not None and _is_fast(q, k, v)):
             by = "kernel"
     if by == "kernel":
-        return dense_attention(q, k, v, scale=scale, softcap=softcap, window=window)[0]
-    if softcap is not None:
-        raise ValueError("sdpa has no soft-cap: use by='kernel'")
-    return sdpa(q, k, v, scale, window)
+        return dense_attention(q, k, v, logits=logits)[0]
+    if beyond_sdpa:
+        raise ValueError("sdpa has neither a soft-cap nor sinks: use by='kernel'")
+    return sdpa(q, k, v, logits.factor(q.shape[3]), logits.window)
 
 
 def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -74,7 +72,7 @@ def _is_fast(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return registry.fast("attention", Operands(q, k, v))[1] is None
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
     """fastest_dense by torch's scaled_dot_product_attention; on a GPU its cuDNN or flash."""
     attention = torch.nn.functional.scaled_dot_product_attention
     q_len = q.shape[2]
@@ -114,16 +112,9 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     k = call.key
     v = call.value
     mask = call.mask
-    options: dict[str, Any] = {"dropout": call.dropout, "scaling": call.scale, **call.more}
+    options: dict[str, Any] = {"dropout": call.dropout, "scaling": call.logits.scale, **call.more}
     result: tuple[Tensor, Tensor | None]
-    # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
-    needs_eager = (
-        call.layer.settings.model_attention == "eager"
-        or call.softcap is not None
-        or call.sinks is not None
-        or call.wants_weights
-    )
-    if needs_eager:
+    if needs_eager(call) or call.wants_weights:
         eager = eager_attention(module)
     else:
         eager = None
@@ -145,6 +136,16 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
         mask = torch.where(mask, zero, torch.finfo(q.dtype).min)
     result = eager(module, q, k, v, mask, **options)
     return result
+
+
+def needs_eager(call: Call) -> bool:
+    """True where sdpa does not compute a call: it refuses soft-caps, and forgets sinks silently."""
+    logits = call.logits
+    return (
+        call.layer.settings.model_attention == "eager"
+        or logits.softcap is not None
+        or logits.sinks is not None
+    )
 
 
 def _seen(q: Tensor, k: Tensor) -> Tensor:

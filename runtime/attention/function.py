@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.attention.applied import UNAPPLIED_LAYER, layer_of
-from runtime.attention.call import CACHE, Call
+from runtime.attention.call import CACHE, Call, logits_of
 from runtime.attention.context import MIN_QUERIES
 from runtime.attention.dense import default_attention
 from runtime.attention.layer import ATTENTION_NAME
@@ -48,7 +48,8 @@ def headwise_attention(
     cache = more.pop(CACHE, None)
     if layer is not None:
         query, key, value = _in_one_dtype(query, key, value)
-    arguments = (module, state, query, key, value, attention_mask, dropout, scaling, more)
+    logits = logits_of(scaling, more)
+    arguments = (module, state, query, key, value, attention_mask, dropout, logits, more)
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.
         from runtime.attention.compiled import between_graphs

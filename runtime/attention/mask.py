@@ -47,7 +47,7 @@ class PrefillMask(LazyTensor):
         device: torch.device,
     ) -> PrefillMask:
         """Make the mask without its elements; see LazyTensor.of."""
-        mask = cls.of((context.batch, 1, context.q_len, context.k_len), dtype, device)
+        mask = cls.empty((context.batch, 1, context.q_len, context.k_len), dtype, device)
         mask.context = context
         mask._dense = dense
         mask._arguments = arguments

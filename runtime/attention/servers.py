@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from kernels.dense import dense_attention
 from runtime.attention.call import Call
 from runtime.attention.chunk import Chunk
 from runtime.attention.context import MIN_QUERIES, is_long, kernel_for
-from runtime.attention.dense import default_attention, faster
+from runtime.attention.dense import default_attention, faster, needs_eager
 from runtime.attention.failures import attempt
 from runtime.attention.layer import Served
 from runtime.attention.mask import starts_of
@@ -88,15 +88,13 @@ def dense_kernel(call: Call, why_dense: str) -> tuple[str, str]:
             return nothing
         return kernel, "window by kernel" if call.layer.plan is None else why_dense
     k_len = call.k_shape[2]
-    if call.window is not None or settings.kernel_from is None or k_len < settings.kernel_from:
+    logits = call.logits
+    if logits.window is not None or settings.kernel_from is None or k_len < settings.kernel_from:
         return nothing
-    # The alternative for soft-caps and sinks, eager attention, stores every weight.
-    weights = (
-        settings.model_attention == "eager" or call.softcap is not None or call.sinks is not None
-    )
+    # Eager attention stores every weight.
     if (
         settings.dense_by == "kernel"
-        or weights
+        or needs_eager(call)
         or faster(call.query, call.key, call.value) == "kernel"
     ):
         return kernel, "dense by kernel"
@@ -164,7 +162,7 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     layer = call.layer
     context = call.context
     reason = no_kernel
-    if call.window is not None or (context is not None and context.window is not None):
+    if call.logits.window is not None or (context is not None and context.window is not None):
         reason = call.unsupported_reason or SLIDES
     elif reason is None:
         heads = call.q_shape[1], call.k_shape[1]
@@ -214,8 +212,9 @@ def attend_step(call: Call) -> Tensor | None:
         return None
     if k_len < _MIN_KEYS_FLOAT32 and q.dtype == torch.float32:
         return None
+    logits = call.logits
     # A window that holds every key is no window.
-    if call.window is not None and k_len > call.window:
+    if logits.window is not None and k_len > logits.window:
         return None
     starts: Tensor | None = None
     if mask is not None and mask.shape[-1] != k_len:
@@ -225,7 +224,7 @@ def attend_step(call: Call) -> Tensor | None:
     contiguous, starts = starts_of(mask)
     if not contiguous:
         return None
-    if call.sinks is not None or call.unsupported_reason is not None:
+    if logits.sinks is not None or call.unsupported_reason is not None:
         return None
     k_batch, kv_heads, _, k_dim = call.k_shape
     if k_batch != batch or k_dim != dim or not k_len or heads % kv_heads:
@@ -234,7 +233,7 @@ def attend_step(call: Call) -> Tensor | None:
     if v_batch != batch or v_heads != kv_heads or v_len != k_len:
         return None
     # The conditions above imply its checks.
-    step = DecodeCall(q, k, v, starts=starts, scale=call.scale, softcap=call.softcap, checked=False)
+    step = DecodeCall(q, k, v, logits=logits, starts=starts, checked=False)
     native = registry.implementation("decode", "cpu")
     if native.supports(step) is not None:
         return None
@@ -257,10 +256,8 @@ def attend_sparse(call: Call, kernel: str) -> Tensor:
     if keys is not None:
         k = k[:, :, keys]
         v = v[:, :, keys]
-    index = plan.build(q, k, scale=call.scale, ragged=ragged)
-    attention = AttentionCall(
-        q, k, v, index, scale=call.scale, softcap=call.softcap, sinks=call.sinks
-    )
+    index = plan.build(q, k, scale=call.logits.factor(call.q_shape[3]), ragged=ragged)
+    attention = AttentionCall(q, k, v, index, logits=call.logits)
     out: Tensor = registry.run_by("attention", kernel, attention)[0].transpose(1, 2)
     for sequence in context.sequences:
         if sequence not in long:
@@ -279,10 +276,8 @@ def attend_by_kernel(call: Call, kernel: str) -> Tensor:
     if keys is not None:
         k = k[:, :, keys]
         v = v[:, :, keys]
-    options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
-    out: Tensor = dense_attention(
-        call.query, k, v, window=context.window, ragged=ragged, **options, backend=kernel
-    )[0]
+    logits = replace(call.logits, window=context.window)
+    out, _ = dense_attention(call.query, k, v, logits=logits, ragged=ragged, backend=kernel)
     return out.transpose(1, 2)
 
 

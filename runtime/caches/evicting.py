@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from runtime.attention.context import is_long, kernel_for
 from runtime.attention.failures import attempt
 from runtime.attention.layer import Served
 from runtime.autocast import without_autocast
+from runtime.caches.step import Step, View
 from runtime.lazy import NewTokens
 
 NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
@@ -54,17 +56,15 @@ def _refusal(why: object) -> HeadwiseError:
 
 def _attend_parts(call: Call, cache: Any) -> Tensor:
     """(B, Q, H, E) of a call, part by part."""
-    if call.scale is None:
-        scale = call.query.shape[-1] ** -0.5
-    else:
-        scale = call.scale
     fresh = None if call.context is None else call.context.fresh
+    logits = call.logits
+    # What queries see is the policy's.
+    if logits.window is not None:
+        logits = replace(logits, window=None)
     backend = call.layer.settings.backend
     out: Tensor | None = None
     with without_autocast(call.query.device):
-        for part in cache.begin(
-            call.query, fresh, scale=scale, softcap=call.softcap, backend=backend
-        ):
+        for part in cache.begin(call.query, fresh, logits=logits, backend=backend):
             own = _attend(call, part)
             if part.rows is None and part.head_index is None:
                 out = own
@@ -95,7 +95,7 @@ def _attend(call: Call, part: Any) -> Tensor:
         out = None
         scores = None
         if view.whole:
-            out = _by_patterns(call, step.q, view.keys, view.values, part.heads)
+            out = _by_patterns(call, step, view, part.heads)
         if out is None:
             out, scores = view.attend(step)
         policy.update(step, scores)
@@ -106,17 +106,19 @@ def _attend(call: Call, part: Any) -> Tensor:
 
 
 def _by_patterns(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None
+    call: Call, step: Step, view: View, heads: tuple[int, ...] | None
 ) -> Tensor | None:
     """Attention (B, H, Q, E) of whole texts by the layer's patterns, None if they do not serve.
 
     Args:
         call: the call.
-        q: (B, H, Q, D), of some sequences and KV heads.
-        k: (B, G, K, D), of the same.
-        v: (B, G, K, E), of the same.
+        step: new tokens of some sequences and KV heads.
+        view: what they see.
         heads: these KV heads, None for all of the layer.
     """
+    q = step.q
+    k = view.keys
+    v = view.values
     layer = call.layer
     settings = layer.settings
     plan = layer.plan
@@ -129,17 +131,17 @@ def _by_patterns(
     settings.check_length(k_len)
     if heads is not None:
         plan = plan.select_kv_heads(heads)
-    out = attempt(call, _sparse, plan, q, k, v, kernel)
+    out = attempt(call, _sparse, plan, step, view, kernel)
     if not isinstance(out, Tensor):
         return None
     layer.count("sparse")
     return out
 
 
-def _sparse(call: Call, plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+def _sparse(_: Call, plan: LayerPlan, step: Step, view: View, kernel: str) -> Tensor:
     """(B, H, Q, E) of texts over the index of a plan."""
-    index = plan.build(q, k, scale=call.scale)
-    attention = AttentionCall(q, k, v, index, scale=call.scale, softcap=call.softcap)
+    index = plan.build(step.q, view.keys, scale=step.logits.factor(step.q.shape[3]))
+    attention = AttentionCall(step.q, view.keys, view.values, index, logits=step.logits)
     out: Tensor = registry.run_by("attention", kernel, attention)[0]
     return out
 
@@ -150,7 +152,7 @@ def _why_not(call: Call, cache: Any) -> str | None:
     reason = call.unsupported_reason
     if reason is not None:
         return reason
-    if call.sinks is not None:
+    if call.logits.sinks is not None:
         return "the layer uses attention sinks"
     if call.mask is None:
         return None

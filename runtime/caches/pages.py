@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.logits import Logits
+
 # Rounding error of a fraction's product: 0.1 of 30 tokens are 3, not 4.
 _ROUNDING = 1e-6
 
@@ -62,9 +64,7 @@ class PromptPages(Pages, ABC):
         return left_of_prompt(self.budget, self.window, prompt, prompt)
 
     @abstractmethod
-    def select(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
-    ) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, v: Tensor, *, logits: Logits) -> Tensor:
         """Tokens (B, G, n) of a prompt that are kept, ascending.
 
         q (B, H, W, D) are its last queries, k (B, G, L, D) and v (B, G, L, E) all of it.

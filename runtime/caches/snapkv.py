@@ -17,6 +17,7 @@ from torch import Tensor
 
 import artifacts
 from kernels.decode import decode_attention
+from kernels.logits import Logits
 from runtime.caches.pages import Pages, PromptPages, left_of_prompt
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step, View
@@ -30,12 +31,10 @@ class SnapKVPages(PromptPages):
 
     pool: int
 
-    def select(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
-    ) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, v: Tensor, *, logits: Logits) -> Tensor:
         """See PromptPages.elect."""
         q = q[:, :, -self.window :]
-        votes = votes_of(self, q, k, v, scale=scale, softcap=softcap)
+        votes = votes_of(self, q, k, v, logits=logits)
         return select(votes, self.left(k.shape[2]), self.window)
 
 
@@ -45,8 +44,7 @@ def votes_of(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float,
-    softcap: float | None,
+    logits: Logits,
     backend: str = "auto",
 ) -> Tensor:
     """Attention of the window's queries to each earlier key, averaged over neighbors.
@@ -54,7 +52,7 @@ def votes_of(
     q (B, H, W, D), k (B, G, n, D), v (B, G, n, E) -> (B, G, n - W). The ends are padded with zeros;
     the window's own keys are no neighbors.
     """
-    result = decode_attention(q, k, v, scale=scale, softcap=softcap, scores="sum", backend=backend)
+    result = decode_attention(q, k, v, logits=logits, scores="sum", backend=backend)
     assert result.scores is not None
     scores = result.scores[:, :, : k.shape[2] - sizes.window]
     return torch.nn.functional.avg_pool1d(scores, sizes.pool, stride=1, padding=sizes.pool // 2)

@@ -6,7 +6,7 @@ value dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.decode import decode_attention
 from kernels.dense import dense_attention
+from kernels.logits import Logits
 from kernels.merge import merge_attention
 
 
@@ -27,8 +28,7 @@ class Step:
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
-    softcap: float | None
+    logits: Logits
     backend: str
 
     @property
@@ -39,7 +39,7 @@ class Step:
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of every kernel."""
-        return {"scale": self.scale, "softcap": self.softcap, "backend": self.backend}
+        return {"logits": self.logits, "backend": self.backend}
 
     def slots(self, begin: int, end: int, rows: Tensor | None = None) -> Step:
         """Tokens begin to end of these sequences, or of all."""
@@ -52,7 +52,7 @@ class Step:
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> Step:
         """Step with other queries, keys and values."""
-        return Step(q=q, k=k, v=v, scale=self.scale, softcap=self.softcap, backend=self.backend)
+        return Step(q=q, k=k, v=v, logits=self.logits, backend=self.backend)
 
 
 class Sinks(NamedTuple):
@@ -72,7 +72,7 @@ class Sinks(NamedTuple):
     first: int
     window: int
 
-    def merge(self, out: Tensor, lse: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    def merge(self, out: Tensor, lse: Tensor, *, logits: Logits) -> Tensor:
         """Merge attention over the window, (B, H, Q, E) and fp32 (B, H, Q), with that over these.
 
         A learned logit is counted in the window's already.
@@ -81,9 +81,7 @@ class Sinks(NamedTuple):
         positions = torch.arange(self.first, self.first + self.q.shape[2], device=device)
         numbers = torch.arange(self.k.shape[2], device=device)
         seen = numbers <= positions[:, None] - self.window
-        return merge_attention(
-            out, lse, self.q, self.k, self.v, seen=seen, scale=scale, softcap=softcap
-        )
+        return merge_attention(out, lse, self.q, self.k, self.v, logits=logits, seen=seen)
 
 
 class View(NamedTuple):
@@ -117,7 +115,9 @@ class View(NamedTuple):
             return decode_attention(
                 step.q, self.keys, self.values, ends=self.ends, **options
             ).out, None
-        out, lse = dense_attention(step.q, self.keys, self.values, window=self.window, **options)
+        if self.window is not None:
+            options["logits"] = replace(step.logits, window=self.window)
+        out, lse = dense_attention(step.q, self.keys, self.values, **options)
         if self.sinks is not None:
-            out = self.sinks.merge(out, lse, scale=step.scale, softcap=step.softcap)
+            out = self.sinks.merge(out, lse, logits=step.logits)
         return out, None

@@ -472,7 +472,7 @@ class OffloadedTensor(LazyTensor):
         row = banked.bank.row
         new, batch, _ = banked.rows.shape
         shape = (batch, row.heads, banked.past + new, (row.k_dim, row.v_dim)[which])
-        tensor = cls.of(shape, banked.rows.dtype, banked.rows.device)
+        tensor = cls.empty(shape, banked.rows.dtype, banked.rows.device)
         tensor.banked = banked
         tensor._which = which
         return tensor

@@ -66,7 +66,7 @@ class ChunkSelection:
             q: (B, H, Q, D).
             k: (B, G, K, D).
             v: (B, G, K, E).
-            options: scale, softcap and backend.
+            options: logits and backend.
 
         Returns:
             (B, H, Q, E), zeros for padded queries.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import artifacts
 from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.logits import Logits
 from runtime.omnikv.bank import OffloadedTensor, fetched
 from runtime.omnikv.chunks import ChunkSelection
 from runtime.omnikv.select import Role, Selector
@@ -34,8 +35,7 @@ class LayerCall(NamedTuple):
         layer: the layer's number.
         role: its role.
         starts: (B,) int32, the first key of each sequence; None where all start at 0.
-        scale: of the logits.
-        softcap: of the logits, or None.
+        logits: of the call.
         cache: the cache of the forward: a filter layer's selection is for the layers of that.
         own: the layer's own cache, if it is a filter layer and the cache one of new_cache().
     """
@@ -46,15 +46,14 @@ class LayerCall(NamedTuple):
     k: Tensor
     v: Tensor
     starts: Tensor | None
-    scale: float | None
-    softcap: float | None
+    logits: Logits
     cache: Any
     own: FilterCache | None
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the kernels."""
-        return {"starts": self.starts, "scale": self.scale, "softcap": self.softcap}
+        return {"starts": self.starts, "logits": self.logits}
 
 
 class _Step(NamedTuple):
@@ -98,7 +97,7 @@ class OmniKV(Selector):
         None if no filter layer has selected tokens in this step.
 
         """
-        layer, role, q, k, v, starts, scale, softcap, cache, own = call
+        layer, role, q, k, v, starts, logits, cache, own = call
         tokens = None
         k_len = k.shape[2]
         selected = self._step(cache).tokens
@@ -123,8 +122,7 @@ class OmniKV(Selector):
             tokens=tokens,
             scores=scores,
             starts=starts,
-            scale=scale,
-            softcap=softcap,
+            logits=logits,
             backend=self.backend,
         )
         if result.scores is not None:
@@ -147,7 +145,7 @@ class OmniKV(Selector):
             firsts: its `starts` on the host, zeros where they are None.
             backend: of the chunk's own attention; scores of a few queries use the section's.
         """
-        layer, role, q, k, v, starts, scale, softcap, cache, _ = call
+        layer, role, q, k, v, starts, logits, cache, _ = call
         ratio = self.section.prefill_ratio
         q_len = q.shape[2]
         past = k.shape[2] - q_len
@@ -169,7 +167,7 @@ class OmniKV(Selector):
         selection = selections.get(role.served_by)
         if selection is None or (selection.q_len, selection.before) != (q_len, past):
             return None
-        return selection.attend(q, k, v, backend=backend, scale=scale, softcap=softcap)
+        return selection.attend(q, k, v, backend=backend, logits=logits)
 
     def after_prefill(self, call: LayerCall, cache: FilterCache) -> None:
         """Add the scores of a prefill's last queries, each from its own position, to a cache.

@@ -58,7 +58,7 @@ class SelectedServer:
             decode.forget(cache, self.layer)
             own = filter_cache_of(cache, self.layer, call.k_shape[0], k_len)
         contiguous, starts = starts_of(call.mask)
-        if not contiguous or call.sinks is not None or call.window is not None:
+        if not contiguous or call.logits.sinks is not None or call.logits.window is not None:
             return None
         if call.unsupported_reason is not None:
             return None
@@ -69,8 +69,7 @@ class SelectedServer:
             call.key,
             call.value,
             starts,
-            call.scale,
-            call.softcap,
+            call.logits,
             cache,
             own,
         )

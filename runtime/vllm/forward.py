@@ -15,6 +15,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan
 from kernels.registry import NoKernelError
 from runtime.attention.chunk import Chunk
@@ -109,7 +110,7 @@ class SparseImpl(_Parent):
             k=k,
             v=v,
             v_scale=v_scale,
-            options=self._options(k_scale),
+            logits=self._logits(k_scale),
             own=None if key is None or value is None else (key, value),
         )
         try:
@@ -175,11 +176,13 @@ class SparseImpl(_Parent):
         if whole and step.own is not None:
             # All keys are of this step: read them unquantized, not from the cache.
             k, v = (x[chunk.queries].transpose(0, 1)[None] for x in step.own)
-            step = replace(step, k=k, v=v, v_scale=1.0, options=self._options())
+            step = replace(step, k=k, v=v, v_scale=1.0, logits=self._logits())
             table = None
-        scale = step.options["scale"]
-        index = plan.build(query, step.k, scale=scale, block_table=table, k_len=chunk.k_len)
-        sparse_attention(query, step.k, step.v, index, block_table=table, out=out, **step.options)
+        logits = step.logits
+        index = plan.build(
+            query, step.k, scale=logits.factor(query.shape[3]), block_table=table, k_len=chunk.k_len
+        )
+        sparse_attention(query, step.k, step.v, index, logits=logits, block_table=table, out=out)
         step.rescale(out)
 
     def _profile_memory(self, served: ServedLayer, query: Tensor) -> None:
@@ -207,7 +210,7 @@ class SparseImpl(_Parent):
             output=query,
             k=k,
             v=v,
-            options=self._options(),
+            logits=self._logits(),
         )
         chunk = Chunk(0, 0, len(query), 0, k_len, prompt=k_len)
         self._build_kernels(served, step)
@@ -240,7 +243,6 @@ class SparseImpl(_Parent):
             if served.policy is not None:
                 step.decode(group, tokens.repeat(1, step.k.shape[2])[..., None])
 
-    def _options(self, k_scale: float = 1.0) -> dict[str, Any]:
+    def _logits(self, k_scale: float = 1.0) -> Logits:
         softcap = self.logits_soft_cap or None
-        sinks = getattr(self, "sinks", None)
-        return {"scale": self.scale * k_scale, "softcap": softcap, "sinks": sinks}
+        return Logits(self.scale * k_scale, softcap, getattr(self, "sinks", None))

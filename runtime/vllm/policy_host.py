@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -112,7 +113,9 @@ class PagedEnds(PagedPolicy):
         slots = table[0].long()[first // step.size], first % step.size
         k = step.k[slots].transpose(0, 1)[None]
         v = step.v[slots].transpose(0, 1)[None]
-        return Sinks(query, k, v, chunk.k_len - chunk.q_len, window).merge(out, lse, **step.scoring)
+        return Sinks(query, k, v, chunk.k_len - chunk.q_len, window).merge(
+            out, lse, logits=step.logits
+        )
 
     def _tokens(self, group: Group) -> Tensor:
         """Tokens (n, s + W) that the last query of each request sees."""
@@ -218,12 +221,14 @@ class PagedPrompts(PagedPolicy):
         k = gathered(step.k, pages, prompt)
         v = gathered(step.v, pages, prompt)
         queries = query.unflatten(1, (len(self.pages), -1))
+        # Sums of probabilities take no sinks.
+        logits = replace(step.logits, sinks=None)
         for each, numbers in heads_of.items():
             heads = torch.tensor(numbers, device=query.device, dtype=torch.long)
             voting = queries[:, heads].flatten(1, 2)
             keys = k[:, heads].to(query.dtype)
             values = v[:, heads].to(query.dtype)
-            rows = each.select(voting, keys, values, **step.scoring)[0]
+            rows = each.select(voting, keys, values, logits=logits)[0]
             to = torch.arange(rows.shape[1], device=query.device)
             slots = pages[to // size], to % size, heads[:, None]
             step.k[slots] = k[0, heads[:, None], rows]

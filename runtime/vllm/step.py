@@ -8,14 +8,15 @@ which C tokens are read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.decode import decode_attention
 from kernels.dense import dense_attention
+from kernels.logits import Logits
 from kernels.ragged import Ragged
 from runtime.attention.chunk import Chunk
 from runtime.vllm.batch import Batch, Group
@@ -64,8 +65,7 @@ class LayerStep:
     Attributes:
         query, output: (T, H, D).
         k, v: (P, S, G, D), pages that hold the step's own keys and values, too.
-        v_scale: of the values; that of the keys is part of `options`: scale, softcap and sinks, as
-            kernels.attention.sparse_attention has them.
+        v_scale: of the values; that of the keys is part of the scale of the logits.
         own: the step's keys and values (T, G, D) before they were stored, where vLLM hands them on.
     """
 
@@ -75,18 +75,13 @@ class LayerStep:
     k: Tensor
     v: Tensor
     v_scale: float = 1.0
-    options: dict[str, Any]
+    logits: Logits
     own: tuple[Tensor, Tensor] | None = None
 
     @property
     def size(self) -> int:
         """Tokens of a page."""
         return self.k.shape[1]
-
-    @property
-    def scoring(self) -> dict[str, Any]:
-        """Options of kernels that add no learned logits: scale and softcap."""
-        return {name: self.options[name] for name in ("scale", "softcap")}
 
     def of(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and output (1, H, Q, D) of a request, and its pages (1, N)."""
@@ -115,19 +110,23 @@ class LayerStep:
             block_table=group.pages(self.size),
             ends=group.ends,
             scores=scores,
-            **self.options,
+            logits=self.logits,
         )
         self.output[group.rows] = self.rescale(done.out).transpose(1, 2).flatten(0, 1)
         return done.scores
 
-    def dense(self, chunk: Chunk, **more: Any) -> tuple[Tensor, Tensor]:
+    def dense(
+        self, chunk: Chunk, *, window: int | None = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Dense attention of a chunk from its pages, see kernels.dense.dense_attention."""
         query, _, table = self.of(chunk)
-        more |= {
-            "ragged": Ragged.from_sequences([(0, 0, chunk.q_len, 0, chunk.k_len)]),
-            "block_table": table,
-        }
-        return dense_attention(query, self.k, self.v, **more, **self.options)
+        return dense_attention(
+            *(query, self.k, self.v),
+            logits=replace(self.logits, window=window),
+            ragged=Ragged.from_sequences([(0, 0, chunk.q_len, 0, chunk.k_len)]),
+            block_table=table,
+            out=out,
+        )
 
     def attend(self, served: Sequence[Chunk]) -> None:
         """Write attention to every key of requests that are neither served nor generated."""

@@ -83,11 +83,13 @@ class CostCurves:
     unit: CostUnit
 
     @classmethod
-    def of(cls, curves: Mapping[int, Curves], costs: Costs, grid: Sequence[Pattern]) -> CostCurves:
+    def from_curves(
+        cls, curves: Mapping[int, Curves], costs: Costs, grid: Sequence[Pattern]
+    ) -> CostCurves:
         """Curves with the costs of their candidates."""
         return cls(
             curves=curves,
-            costs={tail: costs.of(grid, each.tiles) for tail, each in curves.items()},
+            costs={tail: costs.spent(grid, each.tiles) for tail, each in curves.items()},
             all_keys=costs.all_keys(),
             unit=costs.unit,
         )

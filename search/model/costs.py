@@ -76,7 +76,7 @@ class Costs:
             return self.table.device
         return None
 
-    def of(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
+    def spent(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
         """Costs of heads with each candidate, index build included.
 
         Args:

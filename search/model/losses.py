@@ -57,8 +57,8 @@ class ContextLoss:
     unit: str = ""
 
     @classmethod
-    def of(cls, task: str, sequence: TokenSequence, losses: Losses) -> ContextLoss:
-        """Of a sequence, or of some of its answers."""
+    def from_sequence(cls, task: str, sequence: TokenSequence, losses: Losses) -> ContextLoss:
+        """The loss of a sequence, or of some of its answers."""
         text = None
         if not len(losses.right):
             text = float((losses.nll - losses.dense_nll).mean())
@@ -93,11 +93,11 @@ def context_losses(
     contexts = []
     for sequence, loss in zip(sequences, losses, strict=True):
         if not sequence.labels:
-            contexts.append(ContextLoss.of(sequence.task, sequence, loss))
+            contexts.append(ContextLoss.from_sequence(sequence.task, sequence, loss))
         for label in dict.fromkeys(sequence.labels):
             is_label = np.array([each == label for each in sequence.labels])
             name = f"{sequence.task}/{label}"
-            contexts.append(ContextLoss.of(name, sequence, loss.of(is_label)))
+            contexts.append(ContextLoss.from_sequence(name, sequence, loss.select(is_label)))
     return tuple(contexts)
 
 

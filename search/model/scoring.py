@@ -257,17 +257,16 @@ def _row(
         .repeat_interleave(count, dim=2)
         .flatten(1, 2)
     )
-    sinks = None
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.repeat_interleave(count)
+    sinks = inputs.logits.sinks
+    logits = inputs.logits
+    if sinks is not None:
+        logits = replace(logits, sinks=sinks.repeat_interleave(count))
     call = AttentionCall(
         many,
         inputs.k[:, :, :stop],
         inputs.v[:, :, :stop],
         joined.of_row(row, start, stop),
-        scale=inputs.scale,
-        softcap=inputs.softcap,
-        sinks=sinks,
+        logits=logits,
         skipped=skipped,
     )
     out, lse = attend(call, backend)
@@ -275,7 +274,7 @@ def _row(
     # Before the difference is taken in place.
     without_scale = _without_scale(sparse, dense[:, None])
     difference = sparse.sub_(dense[:, None])
-    recall = kept_mass(lse[0].unflatten(0, (heads, count)), dense_lse[:, None], inputs.sinks)
+    recall = kept_mass(lse[0].unflatten(0, (heads, count)), dense_lse[:, None], sinks)
     sums = {
         "squared": torch.linalg.vector_norm(difference, dim=(2, 3)).double().square(),
         "recall": recall.sum(-1),

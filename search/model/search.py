@@ -129,7 +129,7 @@ def search_model(
             record.costs = time_candidates(record, record.calibration[0], curves)
 
         # Allocation: a budget, spent over the heads. Where none was asked for the limits choose it.
-        record.heads = CostCurves.of(curves, record.costs, record.candidates)
+        record.heads = CostCurves.from_curves(curves, record.costs, record.candidates)
         budget = None
         if config.share is not None:
             budget = spendable(record.heads, config.share, length=length)

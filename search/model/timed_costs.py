@@ -76,7 +76,7 @@ def _time(
     ids = sequence.ids[: sequence.context]
     # Operations choose what to time: seconds are not known yet.
     flops = Costs.flops(model, length=run.length, dtype=run.dtype)
-    mixed = _mixed_allocations(CostCurves.of(curves, flops, run.candidates))
+    mixed = _mixed_allocations(CostCurves.from_curves(curves, flops, run.candidates))
     patterns = {repr(pattern): pattern for pattern in _some_of_each_kind(run.candidates)}
     plans_of_one = {
         key: dict.fromkeys(run.layers, LayerPlan([pattern] * model.num_heads, model.num_kv_heads))
@@ -99,7 +99,7 @@ def _time(
         shown.update()
     table = _table(run, len(ids), timings, patterns, tiles)
     by_table = Costs.measured(table, model, length=run.length, dtype=run.dtype)
-    heads = CostCurves.of(curves, by_table, run.candidates)
+    heads = CostCurves.from_curves(curves, by_table, run.candidates)
     # Summed over the timed layers, which differ in cost, and scaled to all layers.
     to_all_layers = len(run.layers) / len(timings.layers)
     layers = list(timings.layers)

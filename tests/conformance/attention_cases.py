@@ -19,6 +19,7 @@ from kernels.attention import triton as backend
 from kernels.attention.triton_launch import TileConfig, architecture, precision_of_float32
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, lists, num_rows, num_tiles
 from kernels.joining import concat_sequences
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
 from kernels.topk import ascending
@@ -396,11 +397,8 @@ def problem(case: Case, device: torch.device) -> Problem:
     if case.cache is not None:
         k, v = k.to(case.cache), v.to(case.cache)
     index = _index(case, q, k.to(q.dtype))
-    rest = {
-        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
-        "softcap": case.softcap,
-        "sinks": torch.randn(case.heads, device=device) * 2 if case.sinks else None,
-    }
+    sinks = torch.randn(case.heads, device=device) * 2 if case.sinks else None
+    rest: dict[str, Any] = {"logits": Logits(case.scale, case.softcap, sinks, case.window)}
     skipped = torch.zeros(index.diagonals.shape[:2], dtype=torch.int32, device=device)
     exact = (q.float(), k.float(), v.float(), index)
     out, lse = attend(AttentionCall(*exact, **rest, skipped=skipped), "reference")

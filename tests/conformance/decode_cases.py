@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.call import MAX_QUERIES
 from kernels.decode import DecodeCall, Decoded, decode_attention, triton
 from kernels.index import PAD
+from kernels.logits import Logits
 from kernels.reference import Decode
 from tests.conformance.tensors import difference, laid_out, paged
 
@@ -187,12 +188,10 @@ def problem(
     if case.layout != "expanded":
         for x in (k, v):
             x.masked_fill_(~seen.any(2)[..., None], float("nan"))
+    sinks = (torch.randn(case.heads) * 2).to(device) if case.sinks else None
     rest = {
         "tokens": None if tokens is None else tokens.to(device),
-        "window": case.window,
-        "scale": case.scale,
-        "softcap": case.softcap,
-        "sinks": (torch.randn(case.heads) * 2).to(device) if case.sinks else None,
+        "logits": Logits(case.scale, case.softcap, sinks, case.window),
         **places,
     }
     q, k, v = (x.to(device) for x in (q, k, v))

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.attention import AttentionCall, attend, triton
 from kernels.decode import decode_attention
 from kernels.index import no_lists
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from tests.conformance.attention_cases import TOLERANCES
 from tests.conformance.tensors import difference
@@ -78,8 +79,8 @@ def call(
 
     def served(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if op != "attention":
-            bound = {} if op == "scores" else {"window": window}
-            result = decode_attention(q, k, v, **bound, scores=scores, backend=backend)
+            logits = Logits(window=None if op == "scores" else window)
+            result = decode_attention(q, k, v, logits=logits, scores=scores, backend=backend)
             assert result.scores is None or result.scores.shape == k.shape[:3]
             return result.out, result.lse
         attention = AttentionCall(q, k, v, index)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from artifacts import H2O, Full, HeadwiseError, SnapKV, Streaming
+from kernels.logits import Logits
 from runtime import memory_report
 from runtime.caches.make import POLICIES
 from runtime.caches.step import Step
@@ -398,7 +399,7 @@ def attend(policy: Any, n: int) -> None:
     q = torch.randn(1, 4, n, 64)
     k = torch.randn(1, 2, n, 64)
     v = torch.randn(1, 2, n, 64)
-    call = Step(q=q, k=k, v=v, scale=0.1, softcap=None, backend="auto")
+    call = Step(q=q, k=k, v=v, logits=Logits(scale=0.1), backend="auto")
     for step in policy.steps(call):
         view = policy.view(step)
         policy.update(step, view.attend(step)[1])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.gradient import GradientCall, attention_gradients, flash
+from kernels.logits import Logits
 from tests.conformance.attention_cases import Case, last, square
 from tests.conformance.tensors import laid_out
 from tests.conformance.test_kernel_backends import threads
@@ -24,7 +25,7 @@ __all__ = ["one_thread", "poisoned_memory"]
 
 
 def how(case: Case) -> dict[str, Any]:
-    return {"scale": case.scale, "softcap": case.softcap, "window": case.window}
+    return {"logits": Logits(scale=case.scale, softcap=case.softcap, window=case.window)}
 
 
 _PLAIN = {
@@ -204,7 +205,7 @@ def test_flash_on_other_calls_names_the_reason(changes, reason):
     v = torch.zeros(changes.get("v", (1, 2, 10, 16)), **options)
     out = torch.zeros(*q.shape[:3], v.shape[3], **options)
     rest = {name: value for name, value in changes.items() if name in ("softcap", "window")}
-    call = GradientCall(q, k, v, out, q[..., 0], out, **rest)
+    call = GradientCall(q, k, v, out, q[..., 0], out, logits=Logits(**rest))
     assert flash.supports(call).startswith(reason)
 
 
@@ -255,9 +256,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"lse": torch.zeros(1, 4, 10).half()}, "lse must be torch.float32, got torch.float16"),
     ({"lse": torch.zeros(1, 4, 10, device="meta")}, "must share a device, got cpu, meta"),
-    ({"scale": 0.0}, "got 0.0"),
-    ({"softcap": float("inf")}, "got inf"),
-    ({"window": 0}, "window must be at least 1, got 0"),
+    ({"logits": Logits(scale=0.0)}, "got 0.0"),
+    ({"logits": Logits(softcap=float("inf"))}, "got inf"),
+    ({"logits": Logits(window=0)}, "window must be at least 1, got 0"),
     ({"backend": "fast"}, "unknown backend 'fast'; known: auto, flash, reference"),
 ]
 

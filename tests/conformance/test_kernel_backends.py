@@ -181,7 +181,8 @@ def test_reference_attention_equals_masked_softmax(name):
         keys, values = (
             x[b, :, rows].double().repeat_interleave(group, dim=0) for x in (inputs.k, inputs.v)
         )
-        logits = inputs.q[b, :, queries].double() @ keys.transpose(1, 2) * inputs.rest["scale"]
+        logits = inputs.q[b, :, queries].double() @ keys.transpose(1, 2)
+        logits *= case.scale or case.head_dim**-0.5
         if case.softcap is not None:
             logits = case.softcap * (logits / case.softcap).tanh()
         index = inputs.index.sequence(s)
@@ -193,7 +194,7 @@ def test_reference_attention_equals_masked_softmax(name):
             assert skipped == inputs.skipped[s].tolist()
         logits = logits.masked_fill(~mask, float("-inf"))
         if case.sinks:
-            sinks = inputs.rest["sinks"].double()[:, None, None].expand(-1, q_len, 1)
+            sinks = inputs.rest["logits"].sinks.double()[:, None, None].expand(-1, q_len, 1)
             logits = torch.cat([sinks, logits], dim=-1)
         out[b, :, queries] = logits.softmax(-1)[..., -k_len:] @ values
         lse[b, :, queries] = logits.logsumexp(-1)
@@ -290,8 +291,8 @@ def test_reference_decode_equals_softmax_over_visible_keys(name):
     mask = seen.repeat_interleave(groups, 1)
     logits = logits.masked_fill(~mask, float("-inf"))
     lse = logits.logsumexp(-1)
-    if rest["sinks"] is not None:
-        lse = torch.logaddexp(lse, rest["sinks"].double()[:, None])
+    if case.sinks:
+        lse = torch.logaddexp(lse, rest["logits"].sinks.double()[:, None])
     shares = (logits - lse[..., None]).exp().nan_to_num()
     mass = shares.view(case.batch, case.kv_heads, -1, case.k_len)
     for scores, wanted in (("sum", mass.sum(2)), ("max", mass.amax(2))):

@@ -22,6 +22,7 @@ from kernels.decode import DecodeCall, decode_attention
 from kernels.decode import cpu as decode_cpu
 from kernels.dense import dense_attention
 from kernels.index import PAD, SparseIndex, lists
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
@@ -109,9 +110,10 @@ def test_attention_with_infinite_score_returns_nan():
 @pytest.mark.parametrize("softcap", [1e-3, 30.0])
 def test_soft_cap_with_extreme_logits_bounds_both_ends(softcap):
     q, k, v, index = inputs()
+    logits = Logits(softcap=softcap)
     for factor in (1e-4, 1e3):
         (out, lse), (expected, expected_lse) = (
-            attend(AttentionCall(q * factor, k * factor, v, index, softcap=softcap), backend)
+            attend(AttentionCall(q * factor, k * factor, v, index, logits=logits), backend)
             for backend in ("cpu", "reference")
         )
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
@@ -231,8 +233,8 @@ def test_all_eight_bit_codes_decode_as_in_torch(op, dtype, server, stored):
 
     def attended(k, v):
         if op == "decode":
-            return decode_cpu.run(DecodeCall(q, k, v, scale=1.0), engine=engine)[:2]
-        return cpu.run(AttentionCall(q, k, v, index, scale=1.0), engine=engine)
+            return decode_cpu.run(DecodeCall(q, k, v, logits=Logits(scale=1.0)), engine=engine)[:2]
+        return cpu.run(AttentionCall(q, k, v, index, logits=Logits(scale=1.0)), engine=engine)
 
     codes = torch.arange(256, dtype=torch.uint8).view(stored)[None, None, None]
     wide = codes.float()

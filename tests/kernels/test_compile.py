@@ -15,6 +15,7 @@ from kernels.attention.triton_launch import serves
 from kernels.decode import DecodeCall
 from kernels.decode import triton as decode
 from kernels.index import SparseIndex, lists
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.patterns import triton as builders
 from kernels.ragged import Ragged
@@ -263,7 +264,8 @@ def test_growing_cache_triggers_no_compilation():
         q = torch.empty(2, 6, 1, 64)
         k = torch.empty(2, 2, length, 64)
         tokens = torch.zeros(2, chosen, dtype=torch.int32)
-        call = DecodeCall(q, k, k, tokens=tokens, window=length, scale=1.0, scores="sum")
+        logits = Logits(window=length, scale=1.0)
+        call = DecodeCall(q, k, k, tokens=tokens, logits=logits, scores="sum")
         return decode.prepare(call)[0]
 
     for before, after in zip(launches(1024, 512), launches(4097, 701), strict=True):

@@ -17,6 +17,7 @@ from kernels import copies
 from kernels.attention import AttentionCall, attend, sparse_attention, triton
 from kernels.decode import decode_attention
 from kernels.index import PAD, TILE
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.last_queries import EstimateCall
 from kernels.ragged import Ragged
@@ -204,7 +205,9 @@ def test_decode_beyond_two_billion_elements_is_correct(vast_cache):
     near = vast_cache[:, :, -300:].float()
     expected = decode_attention(q.float(), near, near, scores="sum", backend="reference")
     assert close(errors(result, expected, 1), torch.bfloat16)
-    windowed = decode_attention(q, vast_cache, vast_cache, window=300, backend="triton")
+    windowed = decode_attention(
+        q, vast_cache, vast_cache, logits=Logits(window=300), backend="triton"
+    )
     assert (
         float((windowed.out.float() - expected.out).abs().max())
         <= decode_cases.TOLERANCES[torch.bfloat16][0]

@@ -17,6 +17,7 @@ from kernels.decode.dropping import EvictCall, ranks
 from kernels.dense import dense_attention
 from kernels.index import TILE, num_tiles
 from kernels.joining import concat_heads
+from kernels.logits import Logits
 from kernels.merge import merge_attention
 from kernels.native import build
 from kernels.patterns import LayerPlan, make
@@ -36,7 +37,7 @@ def expected(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, window=window)
-    return attend(AttentionCall(q, k, v, index, sinks=sinks), "reference")
+    return attend(AttentionCall(q, k, v, index, logits=Logits(sinks=sinks)), "reference")
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -45,11 +46,12 @@ def expected(
 def test_dense_attention_equals_causal_attention(backend, window, q_len, k_len):
     q, k, v = inputs(q_len, k_len, batch=2)
     for sinks in (None, torch.randn(6)):
-        result = dense_attention(q, k, v, window=window, sinks=sinks, backend=backend)
+        logits = Logits(window=window, sinks=sinks)
+        result = dense_attention(q, k, v, logits=logits, backend=backend)
         for actual, wanted in zip(result, expected(q, k, v, window, sinks), strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
     out = torch.empty_like(q)
-    assert dense_attention(q, k, v, window=window, out=out)[0] is out
+    assert dense_attention(q, k, v, logits=Logits(window=window), out=out)[0] is out
 
 
 @pytest.mark.parametrize("q_len", [1, 9, 40, 500])
@@ -64,7 +66,9 @@ def test_dense_attention_of_different_lengths_equals_each_sequence(q_len, page):
         sequences = [[x[s, :, 500 - n :] for s, n in enumerate(lengths)] for x in (k, v)]
         (cache_k, table), (cache_v, _) = (paged(x, page) for x in sequences)
         ragged = replace(ragged, k_starts=(0, 0, 0))
-    found, lse = dense_attention(q, cache_k, cache_v, ragged=ragged, block_table=table, window=70)
+    found, lse = dense_attention(
+        q, cache_k, cache_v, logits=Logits(window=70), ragged=ragged, block_table=table
+    )
     for s, n in enumerate(lengths):
         own = slice(q_len - min(n, q_len), q_len)
         alone = (q[[s], :, own], k[[s], :, 500 - n :], v[[s], :, 500 - n :])
@@ -115,9 +119,8 @@ def test_merge_attention_of_two_parts_equals_one_softmax(few, masked, softcap):
     out = (logits[..., few:] - lse[..., None]).exp().nan_to_num() @ values[:, :, few:]
     result = merge_attention(
         *(out, lse, q, k[:, :, :few], v[:, :, :few]),
+        logits=Logits(scale=0.3, softcap=softcap),
         seen=seen[:, :few] if masked else None,
-        scale=0.3,
-        softcap=softcap,
     )
     torch.testing.assert_close(result, logits.softmax(-1) @ values)
 

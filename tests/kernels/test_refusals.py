@@ -17,6 +17,7 @@ from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.decode.dropping import EvictCall
 from kernels.dense import dense_attention
 from kernels.index import SparseIndex
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
@@ -54,8 +55,9 @@ ATTENTION = [
         "must not overlap itself",
     ),
     ({"skipped": torch.zeros(1, 2, dtype=torch.int64)}, r"contiguous int32 \(1, 2\), got .*int64"),
-    ({"scale": float("nan")}, "scale must be a positive finite number, got nan"),
-    ({"softcap": 0.0}, "softcap must be a positive finite number, got 0.0"),
+    ({"logits": Logits(scale=float("nan"))}, "scale must be a positive finite number, got nan"),
+    ({"logits": Logits(window=5)}, "the index is for a window of None, the logits of 5"),
+    ({"logits": Logits(softcap=0.0)}, "softcap must be a positive finite number, got 0.0"),
     ({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, .*cpu.*, reference"),
     ({"index": None}, "index must be a SparseIndex, got NoneType"),
     ({"index": replace(INDEX, columns=int32(9, 3).expand(1, 2, 2))}, "must be strictly ascending"),
@@ -147,7 +149,10 @@ DECODE = [
     ({"q": torch.ones(2, 4, 0, 16)}, "decode takes 1 to 16 queries, got 0"),
     ({"q": torch.ones(2, 4, 17, 16)}, "decode takes 1 to 16 queries, got 17"),
     ({"q": torch.ones(2, 4, 17, 16), "scores": "max"}, "1 to 16 queries, got 17"),
-    ({"q": torch.ones(2, 4, 17, 16), "scores": "sum", "window": 5}, "1 to 16 queries, got 17"),
+    (
+        {"q": torch.ones(2, 4, 17, 16), "scores": "sum", "logits": Logits(window=5)},
+        "1 to 16 queries, got 17",
+    ),
     ({"q": torch.ones(2, 4, 41, 16), "scores": "sum"}, "got 41 queries and 40 keys"),
     ({"q": torch.ones(2, 4, 3, 16).half()}, "floating dtype, got torch.float16"),
     ({"k": torch.ones(2, 2, 0, 16), "v": torch.ones(2, 2, 0, 8)}, r"empty: k \(2, 2, 0, 16\)"),
@@ -157,8 +162,8 @@ DECODE = [
     ({"tokens": torch.ones(2, 0, dtype=torch.int32)}, r"with C > 0, got torch.int32 \(2, 0\)"),
     ({"starts": torch.zeros(3, dtype=torch.int32)}, r"starts must be int32 \(2,\), got .* \(3,\)"),
     ({"ends": torch.zeros(2)}, "ends must be .*, got torch.float32"),
-    ({"window": 3.5}, "window must be an integer, got 3.5"),
-    ({"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
+    ({"logits": Logits(window=3.5)}, "window must be an integer, got 3.5"),
+    ({"logits": Logits(scale=0.0)}, "scale must be a positive finite number, got 0.0"),
     ({"scores": "mean"}, "scores must be 'none', 'sum' or 'max', got 'mean'"),
     ({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, triton, cpu, reference"),
     ({"backend": "triton"}, "'triton' cannot serve this call: it serves tensors on a GPU, not on"),
@@ -192,7 +197,7 @@ def test_inputs_that_are_not_dense_tensors_are_rejected(op):
         op(q, k, v.to_sparse(), **rest)
     for sinks in (torch.zeros(3), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1)):
         with pytest.raises(ValueError, match=r"sinks must be floating \(2,\), got"):
-            op(q, k, v, sinks=sinks, **rest)
+            op(q, k, v, logits=Logits(sinks=sinks), **rest)
 
 
 def test_dense_attention_error_names_the_fault():

@@ -88,7 +88,7 @@ def builds():
 def attend(**how: Any) -> torch.Tensor:
     x = torch.randn(1, 2, 70, 16, generator=torch.Generator().manual_seed(0))
     return sparse_attention(
-        x, x, x, dense_index(1, 2, 70, 70, x.device, window=how.pop("window", None)), **how
+        *(x, x, x), dense_index(1, 2, 70, 70, x.device, window=how.pop("window", None)), **how
     )
 
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from artifacts import HeadwiseError
 from kernels import registry
+from kernels.logits import Logits
 from runtime import LoadedArtifact, apply_dense
 from runtime.attention import dense
 from runtime.attention.servers import SLIDES
@@ -171,18 +172,20 @@ def random_qkv(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("window", [None, 100])
 def test_fastest_dense_matches_reference(window, q_len, k_len, by):
     q, k, v = random_qkv(q_len, k_len)
-    actual = dense.fastest_dense(q, k, v, scale=0.2, window=window, by=by)
-    expected = dense.dense_attention(q, k, v, scale=0.2, window=window, backend="reference")[0]
+    logits = Logits(scale=0.2, window=window)
+    actual = dense.fastest_dense(q, k, v, logits=logits, by=by)
+    expected = dense.dense_attention(q, k, v, logits=logits, backend="reference")[0]
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_fastest_dense_softcap_needs_kernel():
+def test_fastest_dense_softcap_and_sinks_need_kernel():
     q, k, v = random_qkv(100, 100)
-    expected = dense.dense_attention(q, k, v, softcap=2.0, backend="reference")[0]
-    actual = dense.fastest_dense(q, k, v, softcap=2.0)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="soft-cap"):
-        dense.fastest_dense(q, k, v, softcap=2.0, by="sdpa")
+    for logits in (Logits(softcap=2.0), Logits(sinks=torch.linspace(-1, 2, 4))):
+        expected = dense.dense_attention(q, k, v, logits=logits, backend="reference")[0]
+        actual = dense.fastest_dense(q, k, v, logits=logits)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+        with pytest.raises(ValueError, match="sdpa has neither a soft-cap nor sinks"):
+            dense.fastest_dense(q, k, v, logits=logits, by="sdpa")
     with pytest.raises(ValueError, match="got 'fast'"):
         dense.fastest_dense(q, k, v, by="fast")
 

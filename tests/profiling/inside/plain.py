@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.logits import Logits
 from profiling.inside.capture import LayerInputs
 
 
 def random_inputs(
-    length: int, *, heads: int = 4, seed: int = 0, scale: float = 0.3, **fields: Any
+    length: int, *, heads: int = 4, seed: int = 0, scale: float = 0.3, **more: Any
 ) -> LayerInputs:
     """A layer of two KV heads with normal queries, keys and values of 16 numbers."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, n, length, 16, generator=generator) for n in (heads, 2, 2))
-    fields = {"sliding_window": None, "softcap": None, "sinks": None} | fields
-    return LayerInputs(layer=0, q=q, k=k, v=v, scale=scale, **fields)
+    window = more.pop("sliding_window", None)
+    logits = Logits(scale=scale, **more)
+    return LayerInputs(layer=0, q=q, k=k, v=v, logits=logits, sliding_window=window)
 
 
 def causal(length: int, window: int | None = None) -> Tensor:
@@ -35,12 +37,14 @@ def weights(x: LayerInputs, mask: Tensor | None = None) -> Tensor:
     heads, length = x.q.shape[1:3]
     keys = x.k[0].double().repeat_interleave(heads // x.k.shape[1], 0)
     scores = x.q[0].double() @ keys.transpose(1, 2) * x.scale
-    if x.softcap is not None:
-        scores = torch.tanh(scores / x.softcap) * x.softcap
+    softcap = x.logits.softcap
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     seen = causal(length, x.sliding_window)
     scores = scores.masked_fill(~(seen if mask is None else seen & mask), -math.inf)
-    if x.sinks is not None:
-        sinks = x.sinks.double().view(-1, 1, 1).expand(-1, length, 1)
+    sinks = x.logits.sinks
+    if sinks is not None:
+        sinks = sinks.double().view(-1, 1, 1).expand(-1, length, 1)
         scores = torch.cat([scores, sinks], -1)
     return scores.softmax(-1)[..., :length]
 

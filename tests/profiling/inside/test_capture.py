@@ -84,8 +84,8 @@ def test_capture_tensors_reproduce_each_layers_output(family, length):
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
     for x in result:
         assert x.k.shape[1] == (4 if family == "GPTNeoX" else 2), "keys must come unrepeated"
-        assert (x.softcap is not None) == (family == "Gemma2")
-        assert (x.sinks is not None) == (family == "GptOss")
+        assert (x.logits.softcap is not None) == (family == "Gemma2")
+        assert (x.logits.sinks is not None) == (family == "GptOss")
 
 
 @pytest.mark.parametrize("module", [capturing, decode_capture])

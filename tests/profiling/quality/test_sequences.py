@@ -107,12 +107,12 @@ def test_planned_attention_after_the_context_is_dense(model, one):
         result = planned(plans(), CONTEXT)(inputs)
         length = q.shape[2]
         index = dense_index(1, 4, length, length, q.device)
-        dense = sparse_attention(q, k, v, index, scale=inputs.scale)
+        dense = sparse_attention(q, k, v, index, logits=inputs.logits)
         after = slice(CONTEXT, None)
         torch.testing.assert_close(result[:, :, after], dense[:, :, after], atol=1e-5, rtol=1e-4)
         q, k, v = (x[:, :, :CONTEXT] for x in (q, k, v))
         index = plans()[1].build(q, k, scale=inputs.scale)
-        sparse = sparse_attention(q, k, v, index, scale=inputs.scale, backend="reference")
+        sparse = sparse_attention(q, k, v, index, logits=inputs.logits, backend="reference")
         expected = sparse if inputs.layer == 1 else dense[:, :, :CONTEXT]
         torch.testing.assert_close(result[:, :, :CONTEXT], expected, atol=1e-4, rtol=1e-3)
         seen.append(inputs.layer)

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from artifacts import Full, HeadwiseError, Streaming
+from kernels.logits import Logits
 from runtime import memory_report
 from runtime.caches.step import Step
 from runtime.caches.window import Window
@@ -45,7 +46,7 @@ def test_rolling_buffer_slot_is_position_mod_window(window, chunks, slots):
 
 
 def _attend(policy: Window, k: Tensor) -> None:
-    step = Step(q=torch.randn_like(k), k=k, v=k, scale=1.0, softcap=None, backend="reference")
+    step = Step(q=torch.randn_like(k), k=k, v=k, logits=Logits(scale=1.0), backend="reference")
     policy.view(step)
     policy.update(step, None)
 

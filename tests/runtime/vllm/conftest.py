@@ -17,6 +17,7 @@ from torch import Tensor
 
 import artifacts
 from kernels.attention import AttentionCall
+from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.reference import Attention
@@ -127,7 +128,8 @@ class Parent:
                 table = common.block_table_tensor[i, None, : -(-k_len // PAGE)]
                 q = query[start:end].transpose(0, 1)[None]
                 index = dense_index(1, H, end - start, k_len, q.device)
-                call = AttentionCall(q, k, v, index, scale=self.scale, block_table=table)
+                logits = Logits(scale=self.scale)
+                call = AttentionCall(q, k, v, index, logits=logits, block_table=table)
                 out, _ = Attention.run(call)
                 output[start:end] = out[0].transpose(0, 1)
         return output
@@ -266,7 +268,7 @@ def by_plan(patterns: list[Any], inputs: Inputs, sinks: Tensor | None = None) ->
     """Return the attention (Q, H, D) of a chunk by patterns, with learned logits per query head."""
     q, k, v = (x.transpose(0, 1)[None] for x in inputs)
     index = LayerPlan(patterns, G).build(q, k, scale=Parent.scale)
-    out, lse = Attention.run(AttentionCall(q, k, v, index, scale=Parent.scale))
+    out, lse = Attention.run(AttentionCall(q, k, v, index, logits=Logits(scale=Parent.scale)))
     if sinks is not None:
         out = out * (1 - 1 / (1 + torch.exp(lse - sinks[:, None])))[..., None]
     return out[0].transpose(0, 1)

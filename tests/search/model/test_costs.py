@@ -50,7 +50,7 @@ def measured(table: CostTable) -> Costs:
 def test_flops_equal_those_of_the_tiles():
     costs = Costs.flops(MODEL, length=LENGTH, dtype="float32")
     tiles = np.array([[[10.0, np.nan]]])
-    np.testing.assert_array_equal(costs.of(CANDIDATES, tiles), tiles * 4 * 64 * 64 * 16)
+    np.testing.assert_array_equal(costs.spent(CANDIDATES, tiles), tiles * 4 * 64 * 64 * 16)
     # Two products of 64 x 64 tiles, a multiplication and an addition for each of the head dim's
     # numbers.
     assert costs.all_keys() == ALL_TILES * 4 * 64 * 64 * 16
@@ -59,7 +59,7 @@ def test_flops_equal_those_of_the_tiles():
 
 def test_seconds_follow_the_fit_of_the_kind():
     costs = measured(linear_table())
-    seconds = costs.of(CANDIDATES, np.array([[20.0, 50.0], [np.nan, np.nan]]))
+    seconds = costs.spent(CANDIDATES, np.array([[20.0, 50.0], [np.nan, np.nan]]))
     np.testing.assert_allclose(seconds[0], [1e-4 + 20e-6, 3e-4 + 50e-6])
     assert np.isnan(seconds[1]).all()
     assert costs.all_keys() == pytest.approx(1e-4 + ALL_TILES * 1e-6)
@@ -67,18 +67,18 @@ def test_seconds_follow_the_fit_of_the_kind():
 
 def test_seconds_beyond_measured_sizes_are_extrapolated():
     costs = measured(linear_table(tiles=(40, 80)))
-    seconds = costs.of(CANDIDATES[:1] * 3, np.array([20.0, 60.0, 160.0]))
+    seconds = costs.spent(CANDIDATES[:1] * 3, np.array([20.0, 60.0, 160.0]))
     np.testing.assert_allclose(seconds, [1e-4 + 20e-6, 1e-4 + 60e-6, 2 * (1e-4 + 80e-6)])
 
 
 def test_seconds_grow_with_estimated_queries():
     costs = measured(linear_table())
     few, many = (make("vertical_slash", vertical=64, slash=64, last_q=q) for q in (64, 256))
-    seconds = costs.of((few, many), np.array([50.0, 50.0]))
+    seconds = costs.spent((few, many), np.array([50.0, 50.0]))
     # Three more rows of queries against all keys.
     assert seconds[1] - seconds[0] == pytest.approx(3 * 16 * costs.all_keys() / ALL_TILES)
     real = replace(costs, scale=2.0, overhead=1e-5)
-    np.testing.assert_allclose(real.of((few, many), np.array([50.0, 50.0])), 2 * seconds + 1e-5)
+    np.testing.assert_allclose(real.spent((few, many), np.array([50.0, 50.0])), 2 * seconds + 1e-5)
     assert real.all_keys() == pytest.approx(2 * costs.all_keys() + 1e-5)
 
 
@@ -87,7 +87,7 @@ def test_times_of_equal_tiles_are_averaged():
     table = linear_table()
     both = replace(table, costs=table.costs + linear_table(factor=3.0).costs)
     costs = measured(both)
-    seconds = costs.of(CANDIDATES[:1] * 2, np.array([5.0, 50.0]))
+    seconds = costs.spent(CANDIDATES[:1] * 2, np.array([5.0, 50.0]))
     np.testing.assert_allclose(seconds, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
 
 

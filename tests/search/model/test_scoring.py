@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -79,13 +80,15 @@ def direct(
     for c, pattern in enumerate(candidates):
         index = LayerPlan([pattern] * heads, groups, dense_tail=tail).build(q, k, scale=whole.scale)
         skipped = torch.zeros(1, heads, dtype=torch.int32)
-        how: dict[str, Any] = {"scale": whole.scale, "sinks": whole.sinks, "backend": "reference"}
-        out = sparse_attention(q, k, v, index, skipped=skipped, **how)
+        out = sparse_attention(
+            q, k, v, index, logits=whole.logits, skipped=skipped, backend="reference"
+        )
         assert not skipped.any() or pattern.kind == "skip_softmax"
         assert skipped.any() or pattern.kind != "skip_softmax" or length < 320
         # The mass on keys: a learned sink is none.
+        without_sinks = replace(whole.logits, sinks=None)
         kept, every = (
-            attend(AttentionCall(q, k, v, one, scale=whole.scale), "reference")[1][0].double()
+            attend(AttentionCall(q, k, v, one, logits=without_sinks), "reference")[1][0].double()
             for one in (index, dense_index(1, heads, length, length, q.device))
         )
         change = out[0].double() - dense
@@ -120,7 +123,7 @@ def test_scores_with_every_tile_equal_each_candidate_alone(family, every_tile, l
 
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
         layers.append(layer.inputs.layer)
-        assert (layer.inputs.sinks is None) == (family == "Llama")
+        assert (layer.inputs.logits.sinks is None) == (family == "Llama")
         result = score_layer(
             layer, stream, with_a_threshold(length), length=length, tails=TAILS, seed=0
         )
