@@ -109,7 +109,7 @@ class Stored(LazyTensor):
 
     @classmethod
     def make(cls, codes, scale):
-        tensor = cls.of(codes.shape, torch.float32, codes.device)
+        tensor = cls.empty(codes.shape, torch.float32, codes.device)
         tensor.codes, tensor.scale = codes, scale
         return tensor
 
