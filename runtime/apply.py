@@ -317,7 +317,7 @@ class Handle:
 
 def _pass_caches(layers: dict[nn.Module, Layer], decode: OmniKV) -> None:
     """Have the modules of a decode section pass their caches to their attention."""
-    from runtime.omnikv.session import pass_cache
+    from runtime.omnikv.pass_cache import pass_cache
 
     for module, layer in layers.items():
         if layer.number in decode.roles:

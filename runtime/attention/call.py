@@ -18,7 +18,7 @@ from runtime.attention.context import Context
 from runtime.attention.layer import Layer
 from runtime.training import GRADIENTS, TRAINING, differentiated
 
-# Keyword argument of attention functions: see runtime.omnikv.session.
+# Keyword argument of attention functions: see runtime.omnikv.pass_cache.
 CACHE = "headwise_cache"
 
 

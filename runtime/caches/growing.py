@@ -8,7 +8,6 @@ C selected tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -201,16 +200,12 @@ class FilterLayer(GrowingLayer):
 
     Attributes:
         window: W, the queries whose scores select.
-        served: the layers in banks that attend to its selection, bank by bank.
     """
 
-    def __init__(
-        self, window: int, served: Sequence[Sequence[BankedLayer]] = (), **kwargs: Any
-    ) -> None:
+    def __init__(self, window: int, **kwargs: Any) -> None:
         self._forget()
         super().__init__(**kwargs)
         self.window = window
-        self.served = served
 
     def _forget(self) -> None:
         self.history: Tensor | None = None
@@ -245,6 +240,15 @@ class FilterLayer(GrowingLayer):
         scores = [] if self.history is None else [self.history]
         return super().tensors() + scores
 
+    def check_holds(self, layer: int, k_shape: torch.Size) -> None:
+        """Raise HeadwiseError if a call's keys (B, G, K, D) are not those of this cache."""
+        held = self.batch, self.get_seq_length()
+        if held != (k_shape[0], k_shape[2]):
+            raise HeadwiseError(
+                f"filter layer {layer} must attend to the keys of its own cache, got {k_shape[0]} "
+                f"sequences of {k_shape[2]} keys, and the cache has {held[0]} of {held[1]}"
+            )
+
     def remember(self, scores: Tensor) -> Tensor:
         """Add scores (B, n) of the newest query; returns the window's (B, at most W, n)."""
         rows = scores[:, None]
@@ -255,17 +259,6 @@ class FilterLayer(GrowingLayer):
         self.history = rows
         self._written = [*self._written, scores.shape[-1]][-rows.shape[1] :]
         return rows[:, -self.window :]
-
-    def fetch(self, tokens: Tensor, past: int) -> None:
-        """Start fetching tokens (B, C), ascending and padded, of those before `past`."""
-        for layers in self.served:
-            banked = [
-                layer for layer in layers if layer.get_seq_length() == past and layer.to_bank()
-            ]
-            if banked:
-                banked[0].bank.fetch(tokens, past)
-            else:
-                layers[0].bank.settle()
 
     def crop(self, tokens_to_remove: int) -> None:
         """See DynamicLayer.crop."""
@@ -345,7 +338,7 @@ class BankedLayer(GrowingLayer):
         if is_long and not trained and self._banked is None:
             stored = self._checked(key_states, value_states)
             self._stored = [held.to(key_states.dtype) for held in stored]
-            self.to_bank()
+            self._to_bank()
         if self._banked is None:
             return super().update(key_states, value_states, *args, **kwargs)
         banked = self.bank.append(self.place, past, key_states, value_states)
@@ -354,18 +347,17 @@ class BankedLayer(GrowingLayer):
             return key_states, value_states
         return OffloadedTensor(banked, 0), OffloadedTensor(banked, 1)
 
-    def to_bank(self) -> bool:
-        """Move to the bank if it takes such keys and values; True if the layer is now in it."""
+    def _to_bank(self) -> None:
+        """Move to the bank, if it takes such keys and values."""
         keys, values = self._stored
-        if self._banked is None and keys is not None and values is not None and keys.dim() == 4:
-            if not self.bank.enter(self.place, keys, values):
-                return False
-            self._banked = keys.shape[2]
-            if self._banked:
-                self.bank.append(self.place, 0, keys, values)
-            self._memory = None
-            self._stored = [None, None]
-        return self._banked is not None
+        assert keys is not None and values is not None
+        if not self.bank.enter(self.place, keys, values):
+            return
+        self._banked = keys.shape[2]
+        if self._banked:
+            self.bank.append(self.place, 0, keys, values)
+        self._memory = None
+        self._stored = [None, None]
 
     def _to_device(self) -> None:
         """Return from the bank."""

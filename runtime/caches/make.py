@@ -32,13 +32,12 @@ from runtime.layers import (
 from runtime.memory import OFFLOADS
 from runtime.omnikv.bank import Bank
 from runtime.omnikv.select import Role, roles_of
+from runtime.omnikv.selection import Selection
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import Cache
     from transformers.cache_utils import CacheLayerMixin
-
-    from runtime.caches.growing import BankedLayer
 
 # Every policy, by the kind of its record in artifacts/schema/kv_cache.py.
 POLICIES: dict[str, type[Policy]] = {
@@ -72,14 +71,16 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
         decode = artifact.decode
         section = artifact.kv_cache
     cache = DynamicCache(config=text_config(model))
+    plain = _plain_layers(cache, model, modules)
     if decode is None:
-        layers = _growing_layers(_plain_layers(cache, model, modules))
+        layers = _growing_layers(plain)
     else:
-        plain = _plain_layers(cache, model, modules)
         _check_filter_layers(decode.omnikv, plain, modules)
         # A bank is for keys, not for latents.
         keyed = {number for number in plain if not caches_latents(modules[number])}
-        layers = _omnikv_layers(decode.omnikv, plain, keyed, offload)
+        layers, selections = _omnikv_layers(decode.omnikv, plain, keyed, offload)
+        # Not of the layers, which users may replace.
+        cache.selections = selections
     if section is not None:
         layers |= policy_layers(section, model, modules, has_decode=decode is not None)
     for number, layer in layers.items():
@@ -151,7 +152,7 @@ def _check_filter_layers(
 
 def _omnikv_layers(
     section: artifacts.OmniKV, plain: dict[int, torch.device], keyed: set[int], offload: str
-) -> dict[int, CacheLayerMixin]:
+) -> tuple[dict[int, CacheLayerMixin], dict[int, Selection]]:
     """Make the cache layers of a decode section, with a bank for each filter layer and device.
 
     Args:
@@ -159,22 +160,23 @@ def _omnikv_layers(
         plain: devices of the layers with a plain growing cache.
         keyed: those of them that cache keys and values, which a bank can hold.
         offload: as in make_cache.
+
+    Returns:
+        The cache layers, and the selection of each filter layer.
     """
-    from runtime.caches.growing import FilterLayer
+    from runtime.caches.growing import BankedLayer, FilterLayer
 
     roles = roles_of(section, plain)
+    selections = {number: Selection() for number in section.filter_layers}
     layers = _growing_layers(plain)
     keep = section.budget if isinstance(section.budget, int) else 0
-    served: dict[int, list[list[BankedLayer]]] = {}
     devices = {number: device for number, device in plain.items() if number in keyed}
     for (filter_layer, _), numbers in _offloaded(roles, devices, offload).items():
-        members = _banked_layers(len(numbers), keep)
-        served.setdefault(filter_layer, []).append(members)
-        layers |= dict(zip(numbers, members, strict=True))
-    for number in plain:
-        if roles[number].is_filter:
-            layers[number] = FilterLayer(section.window, served.get(number, ()))
-    return layers
+        bank = Bank(len(numbers), keep)
+        selections[filter_layer].banks.append(bank)
+        layers |= {number: BankedLayer(bank, place) for place, number in enumerate(numbers)}
+    layers |= {number: FilterLayer(section.window) for number in plain if roles[number].is_filter}
+    return layers, selections
 
 
 def _offloaded(
@@ -188,13 +190,6 @@ def _offloaded(
         if filter_layer is not None and packed:
             groups.setdefault((filter_layer, device), []).append(number)
     return groups
-
-
-def _banked_layers(count: int, keep: int) -> list[BankedLayer]:
-    from runtime.caches.growing import BankedLayer
-
-    bank = Bank(count, keep)
-    return [BankedLayer(bank, place) for place in range(count)]
 
 
 def check_cache_layers(model: nn.Module, modules: dict[int, nn.Module]) -> None:

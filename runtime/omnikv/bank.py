@@ -11,7 +11,8 @@ device, N fetched rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
@@ -59,6 +60,18 @@ class Row(NamedTuple):
         return k, v
 
 
+class _Fetch(NamedTuple):
+    """A fetch of selected rows, done or under way.
+
+    Attributes:
+        layers: those that were in the bank when it started.
+        counts: how many rows of each sequence it fetches, (B,).
+    """
+
+    layers: frozenset[int]
+    counts: Future[Tensor]
+
+
 class Bank:
     """Rows of the layers that one filter layer serves on one device, and slots for selected ones.
 
@@ -95,11 +108,11 @@ class Bank:
         self.pages: list[Tensor] = []
         # (L, S, B, R) on the device.
         self.slots: Tensor | None = None
-        # (B, S) on the host: the token in each slot of each sequence.
+        # (B, S) on the host: the token in each slot of each sequence. Outdated once a layer has
+        # entered or left.
         self._held: Tensor | None = None
-        # Number of keys of the step with the latest selection, and a function that waits for its
-        # rows and returns the number of rows of each sequence, (B,).
-        self._fetch: tuple[int, Callable[[], Tensor]] | None = None
+        self._outdated = False
+        self._fetch: _Fetch | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self.settle()
@@ -140,7 +153,7 @@ class Bank:
         if not self.takes(k, v):
             return False
         self._asked[layer] = self._selections
-        self._drop_slots()
+        self._outdated = True
         return True
 
     def leave(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
@@ -152,9 +165,8 @@ class Bank:
         )
         keys, values = BankedKV(self, layer, length, rows).read()
         del self._asked[layer]
-        if self._asked:
-            self._drop_slots()
-        else:
+        self._outdated = True
+        if not self._asked:
             self.copy_engine.synchronize()
             self._clear()
         return keys.contiguous(), values.contiguous()
@@ -164,12 +176,6 @@ class Bank:
         if self._asked[layer] == self._selections:
             return self.batch
         return self._batch_before
-
-    def _drop_slots(self) -> None:
-        """Forget which rows were fetched."""
-        self.settle()
-        if self._held is not None:
-            self._held.fill_(_EMPTY)
 
     def _check(self, layer: int) -> None:
         """Raise HeadwiseError if a layer was not asked for all selections of sequences."""
@@ -215,9 +221,11 @@ class Bank:
     def fetch(self, tokens: Tensor, past: int) -> None:
         """Start fetching the selected tokens (B, C) int32, ascending and padded, before `past`.
 
-        With a GPU this returns at once; `attended` waits.
+        With a GPU this returns at once; `attended` waits. An empty bank fetches nothing.
         """
         self.settle()
+        if not self._asked:
+            return
         width = tokens.shape[-1]
         if self.slots is None or self.slots.shape[1] < width or self.slots.shape[2] != self.batch:
             # A budget that is a fraction of the context grows with it.
@@ -231,37 +239,41 @@ class Bank:
                     shape, dtype=self.row.dtype, device=self.copy_engine.device
                 )
                 self._held = torch.full((self.batch, size), _EMPTY, dtype=torch.long, device="cpu")
+        if self._outdated and self._held is not None:
+            self._held.fill_(_EMPTY)
+        self._outdated = False
+        counts = self.copy_engine.submit(self._replace, tokens, past)
+        self._fetch = _Fetch(frozenset(self._asked), counts)
+
+    def _replace(self, tokens: Tensor, past: int) -> Tensor:
+        """Fetch what is missing of the tokens (B, C) before `past`; how many there are, (B,)."""
         slots = self.slots
         held = self._held
-        assert held is not None
-
-        def gather(tokens: Tensor) -> Tensor:
-            selected = tokens.long()
-            counts = (selected < past).sum(1)
-            # If this fails, the content of the slots is unknown.
-            after = held.clone()
-            held.fill_(_EMPTY)
-            sequences, wanted, places = replaced(after, selected, counts)
-            if wanted.numel():
-                self._deliver(
-                    torch.arange(self.layers, device="cpu"), sequences, wanted, places, slots
-                )
-            held.copy_(after)
-            return counts
-
-        self._fetch = past, self.copy_engine.start(tokens, gather)
+        assert slots is not None and held is not None
+        selected = tokens.long()
+        counts = (selected < past).sum(1)
+        # If this fails, the content of the slots is unknown.
+        after = held.clone()
+        held.fill_(_EMPTY)
+        sequences, wanted, places = replaced(after, selected, counts)
+        if wanted.numel():
+            every = torch.arange(self.layers, device="cpu")
+            self._deliver(every, sequences, wanted, places, slots)
+        held.copy_(after)
+        return counts
 
     def attended(self, call: BankedKV) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Keys and values that a layer attends to in a call: its selected past, then its new rows.
 
         Returns:
             Keys (B, G, C, D), values (B, G, C, E) and, if sequences differ in length, the valid
-            ones (B, C) int32, ascending and padded. None if no tokens were selected for this
-            length.
+            ones (B, C) int32, ascending and padded. None if the layer came into the bank after
+            the tokens were selected.
         """
-        if self._fetch is None or self._fetch[0] != call.past:
+        fetch = self._fetch
+        if fetch is None or call.layer not in fetch.layers:
             return None
-        counts = self._fetch[1]()
+        counts: Tensor = self.copy_engine.wait(fetch.counts)
         new = call.rows.shape[0]
         assert self.slots is not None
         longest = int(counts.max())
@@ -284,12 +296,15 @@ class Bank:
         layer = torch.tensor([call.layer], dtype=torch.long, device="cpu")
         sequences = torch.arange(batch, device="cpu").repeat_interleave(count)
         places = torch.arange(count, device="cpu").repeat(batch)
-
-        def gather(tokens: Tensor) -> None:
-            self._deliver(layer, sequences, tokens.flatten(), places, rows[None])
-
-        self.copy_engine.start(tokens, gather)()
+        copied = self.copy_engine.submit(self._gather, tokens, layer, sequences, places, rows[None])
+        self.copy_engine.wait(copied)
         return self.row.unpack(torch.cat([rows.to(call.rows.dtype), call.rows]))
+
+    def _gather(
+        self, tokens: Tensor, layer: Tensor, sequences: Tensor, places: Tensor, rows: Tensor
+    ) -> None:
+        """Copy rows of tokens (B, n) of one layer to places (B * n,) of rows (1, n, B, R)."""
+        self._deliver(layer, sequences, tokens.flatten(), places, rows)
 
     def crop(self, length: int) -> None:
         """Forget fetched rows of the tokens from `length` on."""
@@ -343,7 +358,7 @@ class Bank:
         fetch = self._fetch
         self._fetch = None
         if fetch is not None:
-            fetch[1]()
+            self.copy_engine.wait(fetch.counts)
 
     def _reserve(self, length: int) -> None:
         """Allocate pages for `length` tokens."""

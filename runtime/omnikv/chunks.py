@@ -30,14 +30,13 @@ class ChunkSelection:
         firsts: the first real token of each sequence.
     """
 
-    q_len: int
     before: int
     tokens: Tensor
     counts: tuple[int, ...]
     firsts: tuple[int, ...]
 
     @classmethod
-    def of(
+    def from_scores(
         cls, scores: Tensor, width: int, q_len: int, firsts: Sequence[int], starts: Tensor | None
     ) -> Self:
         """Select the best tokens, at most `width`, by scores (B, K - Q) of a past.
@@ -57,7 +56,7 @@ class ChunkSelection:
             )
             column = torch.arange(width, device=tokens.device) - missing[:, None]
             tokens = tokens.gather(1, column.clamp_(min=0))
-        return cls(q_len, past, tokens.clamp_(max=past - 1), counts, tuple(firsts))
+        return cls(past, tokens.clamp_(max=past - 1), counts, tuple(firsts))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Causal attention of a chunk to the selected past and to itself.
@@ -78,22 +77,22 @@ class ChunkSelection:
         else:
             k = self._gathered(k, tokens)
             v = self._gathered(v, tokens)
-        return dense_attention(q, k, v, ragged=self._ragged(), **options)[0]
+        return dense_attention(q, k, v, ragged=self._ragged(q.shape[2]), **options)[0]
 
     def _gathered(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Selected rows and the chunk's own (B, G, n + Q, ...) of states (B, G, K, ...)."""
         index = tokens[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
         return torch.cat([states.gather(2, index), states[:, :, self.before :]], dim=2)
 
-    def _ragged(self) -> Ragged | None:
+    def _ragged(self, q_len: int) -> Ragged | None:
         """Ranges of each sequence's selected tokens and chunk; None if all are equally long."""
         width = self.tokens.shape[1]
         if min(self.counts) == width:
             return None
         ranges = []
         for row, (first, count) in enumerate(zip(self.firsts, self.counts, strict=True)):
-            padded = min(max(first - self.before, 0), self.q_len)
-            real = self.q_len - padded
+            padded = min(max(first - self.before, 0), q_len)
+            real = q_len - padded
             if real:
                 ranges.append((row, padded, real, width - count + padded, count + real))
         return Ragged.from_sequences(ranges)

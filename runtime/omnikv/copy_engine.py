@@ -6,7 +6,7 @@ Shapes: N fetched rows, R numbers in a row, S rows on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import torch
@@ -60,15 +60,12 @@ class CopyEngine:
         if self._cuda:
             torch.cuda.current_stream(self.device).wait_stream(self._outward)
 
-    def start(self, tokens: Tensor, gather: Callable[[Tensor], Any]) -> Callable[[], Any]:
-        """Start gather(tokens on the host), which calls `deliver`.
-
-        Returns a function that waits and returns gather's value. Work queued on the device after
-        that call sees the delivered rows.
-        """
+    def submit(self, execute: Callable[..., Any], tokens: Tensor, *request: Any) -> Future[Any]:
+        """Start execute(tokens on the host, *request), which calls `deliver`; `wait` ends it."""
         if not self._cuda:
-            result = gather(tokens.cpu())
-            return lambda: result
+            done: Future[Any] = Future()
+            done.set_result(execute(tokens.cpu(), *request))
+            return done
         # The filter layer may lie on another device: stream and event are its tokens'.
         with torch.cuda.device(tokens.device):
             listed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True, device="cpu")
@@ -77,20 +74,22 @@ class CopyEngine:
             reached.record()
         # Attention of the step before still reads the rows that are about to be replaced.
         self._inward.wait_stream(torch.cuda.current_stream(self.device))
+        return self._thread.submit(self._run, execute, reached, listed, request)
 
-        def run() -> Any:
-            reached.synchronize()
-            with torch.no_grad(), torch.cuda.device(self.device), torch.cuda.stream(self._inward):
-                return gather(listed)
+    def _run(
+        self, execute: Callable[..., Any], reached: Any, tokens: Tensor, request: tuple[Any, ...]
+    ) -> Any:
+        """Wait until the tokens are on the host, and execute a request on the inward stream."""
+        reached.synchronize()
+        with torch.no_grad(), torch.cuda.device(self.device), torch.cuda.stream(self._inward):
+            return execute(tokens, *request)
 
-        running = self._thread.submit(run)
-
-        def wait() -> Any:
-            done = running.result()
+    def wait(self, running: Future[Any]) -> Any:
+        """Wait for a request: its value. Work queued on the device then sees delivered rows."""
+        value = running.result()
+        if self._cuda:
             torch.cuda.current_stream(self.device).wait_stream(self._inward)
-            return done
-
-        return wait
+        return value
 
     def staging(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Staging memory (N, R): waits until rows gathered there before are delivered."""

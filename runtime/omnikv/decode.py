@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import ceil
-from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,10 @@ from kernels.logits import Logits
 from runtime.omnikv.bank import OffloadedTensor, fetched
 from runtime.omnikv.chunks import ChunkSelection
 from runtime.omnikv.select import Role, Selector
-from runtime.omnikv.session import FilterCache
+from runtime.omnikv.selection import Selection
+
+if TYPE_CHECKING:
+    from runtime.caches.growing import FilterLayer
 
 
 class LayerCall(NamedTuple):
@@ -36,8 +38,10 @@ class LayerCall(NamedTuple):
         role: its role.
         starts: (B,) int32, the first key of each sequence; None where all start at 0.
         logits: of the call.
-        cache: the cache of the forward: a filter layer's selection is for the layers of that.
-        own: the layer's own cache, if it is a filter layer and the cache one of new_cache().
+        selection: what a filter layer selects in this forward: it writes it, and the layers that it
+            serves read it. None for a layer that attends to every token.
+        scores: the cache of a filter layer, which holds the scores of earlier queries; None for
+            other layers, and where the last query selects alone.
     """
 
     layer: int
@@ -47,25 +51,13 @@ class LayerCall(NamedTuple):
     v: Tensor
     starts: Tensor | None
     logits: Logits
-    cache: Any
-    own: FilterCache | None
+    selection: Selection | None
+    scores: FilterLayer | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the kernels."""
         return {"starts": self.starts, "logits": self.logits}
-
-
-class _Step(NamedTuple):
-    """Selections of the filter layers for one cache, by layer.
-
-    Attributes:
-        tokens: in the latest step: the number of keys, and the tokens.
-        chunks: for the latest chunk of a prompt.
-    """
-
-    tokens: dict[int, tuple[int, Tensor]]
-    chunks: dict[int, ChunkSelection]
 
 
 class OmniKV(Selector):
@@ -76,43 +68,29 @@ class OmniKV(Selector):
     ) -> None:
         super().__init__(section, layers, group=group)
         self.backend = backend
-        # By the cache of a forward.
-        self._steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
-
-    def _step(self, cache: Any) -> _Step:
-        return self._steps.setdefault(cache, _Step({}, {}))
-
-    def forget(self, cache: Any, layer: int) -> None:
-        """Forget what a filter layer selected before: it is called again.
-
-        A call that fails must leave no selection that other tokens could use.
-        """
-        step = self._step(cache)
-        step.tokens.pop(layer, None)
-        step.chunks.pop(layer, None)
+        self.filter_layers = frozenset(section.filter_layers)
 
     def attend(self, call: LayerCall) -> Tensor | None:
         """Attention of one layer in a decode step: (B, H, Q, E).
 
         None if no filter layer has selected tokens in this step.
-
         """
-        layer, role, q, k, v, starts, logits, cache, own = call
+        layer, role, q, k, v, starts, logits, selection, own = call
         tokens = None
         k_len = k.shape[2]
-        selected = self._step(cache).tokens
-        if role.served_by is not None and isinstance(k, OffloadedTensor):
-            attended = k.banked.bank.attended(k.banked)
-            if attended is None:
+        if role.served_by is not None:
+            if selection is None or selection.tokens is None:
                 return None
-            # Selected tokens only: no padding, and not all in order.
-            k, v, tokens = attended
-            starts = None
-        elif role.served_by is not None:
-            if role.served_by not in selected or selected[role.served_by][0] != k_len:
-                return None
-            # The filter layer may lie on another device.
-            tokens = selected[role.served_by][1].to(q.device, non_blocking=True)
+            attended = None
+            if isinstance(k, OffloadedTensor):
+                attended = k.banked.bank.attended(k.banked)
+            if attended is not None:
+                # Selected tokens only: no padding, and not all in order.
+                k, v, tokens = attended
+                starts = None
+            else:
+                # The filter layer may lie on another device.
+                tokens = selection.tokens.to(q.device, non_blocking=True)
         # A key's score is its largest probability (OmniKV, 4.1).
         scores: Literal["max", "none"] = "max" if role.is_filter else "none"
         result = decode_attention(
@@ -127,10 +105,9 @@ class OmniKV(Selector):
         )
         if result.scores is not None:
             tokens = self.select_tokens(self.of_all_heads(result.scores), q.shape[2], starts, own)
-            selected[layer] = k_len, tokens
+            assert selection is not None
+            selection.select(tokens, k_len - q.shape[2])
             self.stats.add(layer, tokens)
-            if own is not None:
-                own.fetch(tokens, k_len - q.shape[2])
         return result.out
 
     def attend_chunk(
@@ -145,7 +122,7 @@ class OmniKV(Selector):
             firsts: its `starts` on the host, zeros where they are None.
             backend: of the chunk's own attention; scores of a few queries use the section's.
         """
-        layer, role, q, k, v, starts, logits, cache, _ = call
+        _, role, q, k, v, starts, logits, selection, _ = call
         ratio = self.section.prefill_ratio
         q_len = q.shape[2]
         past = k.shape[2] - q_len
@@ -154,29 +131,22 @@ class OmniKV(Selector):
         count = ceil(ratio * q_len)
         if count >= past:
             return None
-        selections = self._step(cache).chunks
+        if selection is None:
+            return None
         if role.is_filter:
             # The chunk's last queries select.
             queries = q[:, :, -min(self.section.window, MAX_QUERIES, q_len) :]
             scores = self._scores(queries, fetched(k), **call.options)[:, :, :past]
-            selections[layer] = ChunkSelection.of(
+            selection.chunk = ChunkSelection.from_scores(
                 self.of_all_heads(scores), count, q_len, firsts, starts
             )
-        if role.served_by is None:
+        if role.served_by is None or selection.chunk is None:
             return None
-        selection = selections.get(role.served_by)
-        if selection is None or (selection.q_len, selection.before) != (q_len, past):
-            return None
-        return selection.attend(q, k, v, backend=backend, logits=logits)
+        return selection.chunk.attend(q, k, v, backend=backend, logits=logits)
 
-    def after_prefill(self, call: LayerCall, cache: FilterCache) -> None:
-        """Add the scores of a prefill's last queries, each from its own position, to a cache.
-
-        Args:
-            call: the call.
-            cache: that of the filter layer.
-        """
-        if self.section.selector == "last":
+    def remember_prefill(self, call: LayerCall) -> None:
+        """Keep the scores of a prefill's last queries, each from its own position."""
+        if call.scores is None:
             return
         q = call.q
         k = call.k
@@ -185,7 +155,7 @@ class OmniKV(Selector):
         for back in range(last, 0, -1):
             ends = torch.full((k.shape[0],), k_len - back + 1, dtype=torch.int32, device=k.device)
             scores = self._scores(q[:, :, q.shape[2] - back, None], k, ends=ends, **call.options)
-            cache.remember(self.of_all_heads(scores))
+            call.scores.remember(self.of_all_heads(scores))
 
     def _scores(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
         """Largest probability (B, G, K) of each key over the queries."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from torch import Tensor
 import artifacts
 from kernels.index import PAD
 from kernels.topk import TopKCall
-from runtime.omnikv.session import FilterCache
+
+if TYPE_CHECKING:
+    from runtime.caches.growing import FilterLayer
 
 # Weights of the selector "exponential" halve from a query to the one before it.
 _DECAY = 0.5
@@ -104,7 +106,7 @@ class Selector:
         return max(1, ceil(budget * k_len))
 
     def select_tokens(
-        self, scores: Tensor, q_len: int, starts: Tensor | None, cache: FilterCache | None
+        self, scores: Tensor, q_len: int, starts: Tensor | None, cache: FilterLayer | None
     ) -> Tensor:
         """Return tokens (B, C) int32, ascending and padded, for the layers of a filter layer.
 
@@ -112,9 +114,10 @@ class Selector:
             scores: (B, K) of all heads, which are written to.
             q_len: queries of the step, the last tokens.
             starts: (B,) first key of each sequence; None where all start at the first.
-            cache: the layer's cache; without one the last query selects alone.
+            cache: the layer's, with the scores of earlier queries; without one the last query
+                selects alone.
         """
-        if self.section.selector != "last" and cache is not None:
+        if cache is not None:
             rows = cache.remember(scores)
             weights = torch.ones(rows.shape[1], device=rows.device, dtype=torch.float32)
             if self.section.selector == "exponential":

@@ -13,10 +13,12 @@ from runtime.attention.failures import attempt
 from runtime.attention.layer import Served
 from runtime.attention.mask import starts_of
 from runtime.attention.servers import kernel_of, pays
+from runtime.caches.growing import FilterLayer
 from runtime.omnikv.bank import fetched
 from runtime.omnikv.decode import LayerCall, OmniKV
 from runtime.omnikv.select import Role
-from runtime.omnikv.session import filter_cache_of
+
+NOT_OURS = "this cache is not one of new_cache(): decode is dense, whatever the decode section says"
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,27 @@ class SelectedServer:
         return None
 
     def _attend(self, call: Call) -> Served | None:
-        """Over selected tokens of all, or of a chunk's past; None if there are none.
-
-        Without a cache every token is attended to.
-        """
+        """Over selected tokens of all, or of a chunk's past; None if there are none."""
+        if call.cache is None:
+            return None
         decode = self.decode
-        role = self.role
-        cache = call.cache
         q_len = call.q_shape[2]
         k_len = call.k_shape[2]
-        if cache is None:
+        selections = getattr(call.cache, "selections", None)
+        if selections is None or selections.keys() != decode.filter_layers:
+            if k_len > q_len:
+                call.layer.settings.warn_once(NOT_OURS)
             return None
-        own = None
+        role = self.role
+        selection = selections.get(self.layer if role.is_filter else role.served_by)
+        scores = None
         if role.is_filter:
-            decode.forget(cache, self.layer)
-            own = filter_cache_of(cache, self.layer, call.k_shape[0], k_len)
+            selection.clear()
+            own = call.cache.layers[self.layer]
+            if isinstance(own, FilterLayer):
+                own.check_holds(self.layer, call.k_shape)
+                if decode.section.selector != "last":
+                    scores = own
         contiguous, starts = starts_of(call.mask)
         if not contiguous or call.logits.sinks is not None or call.logits.window is not None:
             return None
@@ -70,16 +78,16 @@ class SelectedServer:
             call.value,
             starts,
             call.logits,
-            cache,
-            own,
+            selection,
+            scores,
         )
         if q_len <= MAX_QUERIES and k_len > decode.count(k_len):
             out = decode.attend(mine)
             if out is None:
                 return None
             return Served(out.transpose(1, 2), "chosen")
-        if own is not None and q_len > 1:
-            decode.after_prefill(mine, own)
+        if q_len > 1:
+            decode.remember_prefill(mine)
         context = call.context
         if context is None or context.ranges is None:
             return None

@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import ceil
@@ -39,7 +40,7 @@ class Oracle:
     def __call__(self, module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs) -> Any:
         q_len, k_len, layer = query.shape[2], key.shape[2], module.layer_idx
         groups = query.shape[1] // key.shape[1]
-        keys, values = repeat_kv(key, groups), repeat_kv(value, groups)
+        keys, values = (repeat_kv(x.to(query.dtype), groups) for x in (key, value))
         logits = query @ keys.transpose(2, 3) * scaling
         seen = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)[None, None]
         window = getattr(module, "sliding_window", None)
@@ -121,6 +122,7 @@ class LateCopyEngine(CopyEngine):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._sent: list[tuple[Tensor, Tensor]] = []
+        self._late: dict[Future[Any], tuple[Any, ...]] = {}
         self.fetched = []
 
     def memory(self, nbytes: int) -> Tensor:
@@ -137,15 +139,16 @@ class LateCopyEngine(CopyEngine):
     def wait_writes(self) -> None:
         self.synchronize()
 
-    def start(self, tokens: Tensor, gather: Callable[[Tensor], Any]) -> Callable[[], Any]:
-        listed, done = tokens.clone(), list[Any]()
+    def submit(self, execute: Callable[..., Any], tokens: Tensor, *request: Any) -> Future[Any]:
+        running: Future[Any] = Future()
+        self._late[running] = (execute, tokens.clone(), *request)
+        return running
 
-        def wait() -> Any:
-            if not done:
-                done.append(gather(listed))
-            return done[0]
-
-        return wait
+    def wait(self, running: Future[Any]) -> Any:
+        if (late := self._late.pop(running, None)) is not None:
+            execute, *request = late
+            running.set_result(execute(*request))
+        return super().wait(running)
 
     def staging(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         self.fetched.append(rows)

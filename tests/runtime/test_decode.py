@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from artifacts import HeadwiseError
 from runtime.omnikv import copy_engine
+from runtime.omnikv.server import NOT_OURS
 from tests.runtime.batches import fed, real_from
 from tests.runtime.every_architecture import tiny_causal
 from tests.runtime.omnikv import CLOSE, LAYERS, LONGEST_DECODE, oracle
@@ -67,12 +68,18 @@ def test_chunks_and_steps_match_reference(
     assert (expected - dense)[:, last].abs().max() > 0.05
 
 
-def test_decode_without_headwise_cache_selects_by_last_query(build, decoding, ids):
+def test_decode_with_another_cache_is_dense_and_warns_once(build, decoding, ids, caplog):
     model, tokens = build(**LAYERS), ids(156)
-    with decoding(model).apply(model, backend="reference") as handle:
-        expected = fed(model, tokens, (150, 1), handle.new_cache())
-        actual = fed(model, tokens, (150, 1))
-    torch.testing.assert_close(actual, expected, **CLOSE)
+    expected = fed(model, tokens, (150, 1))
+    loaded = decoding(model)
+    other = decoding(model, filter_layers=(3,))
+    for cache in (None, other.new_cache(model)):
+        caplog.clear()
+        with loaded.apply(model, backend="reference") as handle:
+            actual = fed(model, tokens, (150, 1), cache)
+            assert handle.stats().get("tokens") is None
+        torch.testing.assert_close(actual, expected, **CLOSE)
+        assert [each.getMessage() for each in caplog.records] == [NOT_OURS]
 
 
 CHOSEN = {"prefill_ratio": 0.5}
@@ -157,14 +164,13 @@ def test_filter_layer_rejects_keys_of_another_length(build, decoding, ids, wrapp
 def test_cache_used_before_apply_keeps_no_history(build, decoding, ids):
     model, tokens = build(**LAYERS), ids(156)
     loaded = decoding(model, selector="uniform")
-    with loaded.apply(model, backend="reference"):
-        expected = fed(model, tokens, (150, 1))
     cache = loaded.new_cache(model)
     fed(model, tokens, (150, 1), cache)
-    with loaded.apply(model, backend="reference"):
-        actual = fed(model, tokens, (150, 1))
-    assert torch.equal(actual, expected)
     assert cache.layers[2].history is None
+    with loaded.apply(model, backend="reference") as handle:
+        fed(model, tokens[:, :1], (1,), cache)
+        assert handle.stats()["decode"] == 6
+    assert cache.layers[2].history.shape[1] == 1
 
 
 def test_filter_layer_rejects_extra_cached_states_for_earlier_scores(decoding):
@@ -197,8 +203,8 @@ def test_prefill_chunk_fetches_only_selected_rows(build, decoding, ids, monkeypa
     assert staged == [50, 50, 40, 40], "two sparse layers, half a chunk each"
 
 
-@pytest.mark.parametrize(("padded", "own_cache"), [(True, False), (False, True)])
-def test_decode_model_on_two_devices_completes(padded, own_cache, build, decoding, ids):
+@pytest.mark.parametrize("padded", [True, False])
+def test_decode_model_on_two_devices_completes(padded, build, decoding, ids):
     """Use "meta" as the second device.
 
     It does not mix with the real device and computes no numbers. A forward pass that ends shows
@@ -214,7 +220,6 @@ def test_decode_model_on_two_devices_completes(padded, own_cache, build, decodin
         part.to("meta").register_forward_pre_hook(to_meta, with_kwargs=True)
     # No kernel computes on "meta": the reference is asked for by name.
     with loaded.apply(model, check_weights=False, backend="reference") as handle:
-        cache = handle.new_cache() if own_cache else DynamicCache(config=model.config)
-        fed(model, tokens, (150, 1), cache, attention_mask=real)
+        fed(model, tokens, (150, 1), handle.new_cache(), attention_mask=real)
         # Six layers in three steps: 2 and 4 filter, 3 and 5 are served, over both devices.
         assert handle.settings.calls.total()["chosen"] == 3 * 6

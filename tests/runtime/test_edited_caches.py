@@ -14,9 +14,9 @@ from transformers.cache_utils import DynamicLayer
 
 import artifacts
 from artifacts import HeadwiseError
-from runtime import memory_report
+from runtime import LoadedArtifact, memory_report
 from tests.runtime.batches import fed
-from tests.runtime.omnikv import CLOSE, LAYERS
+from tests.runtime.omnikv import CLOSE, LAYERS, oracle
 
 pytestmark = pytest.mark.usefixtures("late")
 LENGTH = 150
@@ -43,7 +43,8 @@ def edit_in_place(cache: Any) -> None:
     for layer in cache.layers:
         layer.keys[..., -1, :] = 0.5
         layer.values[:, :, 3:9].zero_()
-        layer.keys[:, :, 20:30].copy_(layer.keys[:, :, 50:60].clone())
+        # Not equal: of tokens that are attended to alike any may be selected.
+        layer.keys[:, :, 20:30].copy_(layer.keys[:, :, 50:60] * 1.1)
 
 
 def zero_layer_one(cache: Any) -> None:
@@ -129,6 +130,17 @@ def continued(model: Any, cache: Any, tokens: Tensor) -> Tensor:
     return torch.cat(outs, dim=1)
 
 
+def on_both(
+    model: Any, loaded: LoadedArtifact, offload: str, use: Callable[[Any], Tensor], **how: Any
+) -> list[Tensor]:
+    """Use a DynamicCache with selection in plain torch, and a cache of new_cache() with ours."""
+    section = loaded.artifact.decode.omnikv.model_copy(update={"selector": "last"})
+    with oracle(model, section):
+        expected = use(DynamicCache(config=model.config))
+    with loaded.apply(model, **how) as handle:
+        return [use(handle.new_cache(offload=offload)), expected]
+
+
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("way", WAYS)
 def test_edited_cache_continues_like_dynamic_cache(way, edit, build, decoding, ids):
@@ -136,36 +148,39 @@ def test_edited_cache_continues_like_dynamic_cache(way, edit, build, decoding, i
     model, tokens = build(**LAYERS), ids(74, batch=2, seed=1)
     # With every token selected the selectors agree, and other edits would not show.
     options = section | ({} if "selector" not in section else {"budget": 0.9999})
-    with decoding(model, **options).apply(model, strict=True) as handle:
-        caches = DynamicCache(config=model.config), handle.new_cache(offload=offload)
-        outs = []
-        for cache in caches:
-            fed(model, ids(LENGTH, batch=2), (LENGTH,), cache)
-            edit(cache)
-            outs.append(continued(model, cache, tokens))
-    torch.testing.assert_close(outs[1], outs[0], **CLOSE)
-    assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    lengths = []
+
+    def use(cache: Any) -> Tensor:
+        fed(model, ids(LENGTH, batch=2), (LENGTH,), cache)
+        edit(cache)
+        out = continued(model, cache, tokens)
+        lengths.append(cache.get_seq_length())
+        return out
+
+    outs = on_both(model, decoding(model, **options), offload, use, strict=True)
+    torch.testing.assert_close(*outs, **CLOSE)
+    assert lengths[0] == lengths[1]
 
 
 @pytest.mark.parametrize("offload", ["never", "packed"])
 def test_tensors_read_before_are_detached_like_dynamic_cache(offload, build, decoding, ids):
     """Editing a tensor that was read before the last token has no effect; nor do later tokens."""
     model, tokens = build(**LAYERS), ids(80, batch=2, seed=1)
-    with decoding(model).apply(model) as handle:
-        outs = []
-        for cache in (DynamicCache(config=model.config), handle.new_cache(offload=offload)):
-            fed(model, ids(LENGTH, batch=2), (LENGTH,), cache)
-            saved = [(layer.keys, layer.values) for layer in cache.layers]
-            fed(model, tokens[:, :3], (1,), cache)
-            longer = [(layer.keys, layer.values) for layer in cache.layers]
-            cache.crop(-3)
-            first = continued(model, cache, tokens)
-            for layer, (keys, values) in zip(cache.layers, longer, strict=True):
-                layer.keys, layer.values = keys, values
-            for keys, _ in saved:
-                keys.zero_()
-            outs.append((first, continued(model, cache, tokens)))
-    torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+
+    def use(cache: Any) -> Tensor:
+        fed(model, ids(LENGTH, batch=2), (LENGTH,), cache)
+        saved = [(layer.keys, layer.values) for layer in cache.layers]
+        fed(model, tokens[:, :3], (1,), cache)
+        longer = [(layer.keys, layer.values) for layer in cache.layers]
+        cache.crop(-3)
+        first = continued(model, cache, tokens)
+        for layer, (keys, values) in zip(cache.layers, longer, strict=True):
+            layer.keys, layer.values = keys, values
+        for keys, _ in saved:
+            keys.zero_()
+        return torch.cat([first, continued(model, cache, tokens)])
+
+    torch.testing.assert_close(*on_both(model, decoding(model), offload, use), **CLOSE)
 
 
 @pytest.mark.parametrize("edit", [shorten, edit_in_place], ids=lambda edit: edit.__name__)
@@ -244,16 +259,17 @@ def test_reordering_one_banked_layer_raises(build, decoding, ids):
 
 def test_resetting_one_banked_layer_keeps_the_others(build, decoding, ids):
     model = build(**LAYERS)
-    with decoding(model, filter_layers=(2,)).apply(model) as handle:
-        outs = []
-        for cache in (DynamicCache(config=model.config), handle.new_cache(offload="packed")):
-            fed(model, ids(LENGTH), (LENGTH, 1), cache)
-            held = cache.layers[3].keys.clone(), cache.layers[3].values.clone()
-            cache.layers[3].reset()
-            assert cache.layers[3].get_seq_length() == 0
-            cache.layers[3].update(*held)
-            outs.append(continued(model, cache, ids(74, seed=1)))
-    torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+
+    def use(cache: Any) -> Tensor:
+        fed(model, ids(LENGTH), (LENGTH, 1), cache)
+        held = cache.layers[3].keys.clone(), cache.layers[3].values.clone()
+        cache.layers[3].reset()
+        assert cache.layers[3].get_seq_length() == 0
+        cache.layers[3].update(*held)
+        return continued(model, cache, ids(74, seed=1))
+
+    outs = on_both(model, decoding(model, filter_layers=(2,)), "packed", use)
+    torch.testing.assert_close(*outs, **CLOSE)
 
 
 POLICIES = [
@@ -305,12 +321,12 @@ def test_policy_layer_selects_sequences_like_dynamic_cache(build, keeping, ids):
 def test_sliding_layers_of_a_decode_section_are_edited_like_dynamic_cache(build, decoding, ids):
     model = build("Gemma3")
     loaded = decoding(model, filter_layers=(1,), dense_layers=())
-    with loaded.apply(model) as handle:
-        outs = []
-        for cache in (DynamicCache(config=model.config), handle.new_cache(offload="packed")):
-            fed(model, ids(LENGTH), (LENGTH,), cache)
-            for layer in cache.layers:
-                layer.keys[..., -1, :] = 0.5
-                layer.values[:, :, 3:9].zero_()
-            outs.append(continued(model, cache, ids(74, seed=1)))
-    torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+
+    def use(cache: Any) -> Tensor:
+        fed(model, ids(LENGTH), (LENGTH,), cache)
+        for layer in cache.layers:
+            layer.keys[..., -1, :] = 0.5
+            layer.values[:, :, 3:9].zero_()
+        return continued(model, cache, ids(74, seed=1))
+
+    torch.testing.assert_close(*on_both(model, loaded, "packed", use), **CLOSE)

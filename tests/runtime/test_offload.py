@@ -28,7 +28,8 @@ def attended(
     """Append to each layer and return the keys and values it attends to."""
     actual = []
     for layer, (k, v) in enumerate(new):
-        assert bank.takes(k, v)
+        if not past:
+            assert bank.enter(layer, k, v)
         held = bank.attended(bank.append(layer, past, k, v))
         actual.append(None if held is None else held[:2])
     return actual

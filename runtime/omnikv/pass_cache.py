@@ -10,32 +10,13 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from artifacts import HeadwiseError
 from runtime.attention.call import CACHE
-
-
-class FilterCache(Protocol):
-    """Cache of a filter layer, as its attention uses it (runtime.caches.growing.FilterLayer).
-
-    Attributes:
-        batch: sequences.
-    """
-
-    batch: int
-
-    def get_seq_length(self) -> int:
-        """Tokens of each sequence."""
-
-    def remember(self, scores: Tensor) -> Tensor:
-        """Add scores (B, K) of the newest query; returns those of the window (B, at most W, K)."""
-
-    def fetch(self, tokens: Tensor, past: int) -> None:
-        """Start fetching tokens (B, C) of those before `past` for the layers in banks."""
 
 
 class PassCache:
@@ -84,28 +65,3 @@ def pass_cache(module: nn.Module, attention: str) -> RemovableHandle:
             f"decode section cannot serve it"
         )
     return module.register_forward_pre_hook(PassCache(attention), with_kwargs=True)
-
-
-def filter_cache_of(cache: Any, layer: int, batch: int, k_len: int) -> FilterCache | None:
-    """The cache of a filter layer; None if it is not one of new_cache().
-
-    Args:
-        cache: the cache of the forward.
-        layer: the layer's number.
-        batch: sequences of the call.
-        k_len: keys of the call.
-
-    Raises:
-        HeadwiseError: the keys are not those in the cache.
-    """
-    layers = getattr(cache, "layers", ())
-    if layer >= len(layers) or not hasattr(layers[layer], "remember"):
-        return None
-    own: FilterCache = layers[layer]
-    held = own.batch, own.get_seq_length()
-    if held != (batch, k_len):
-        raise HeadwiseError(
-            f"filter layer {layer} must attend to the keys of its own cache, got {batch} sequences "
-            f"of {k_len} keys, and the cache has {held[0]} of {held[1]}"
-        )
-    return own
