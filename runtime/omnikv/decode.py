@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,8 @@ from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.logits import Logits
 from runtime.omnikv.bank import OffloadedTensor, fetched
 from runtime.omnikv.chunks import ChunkSelection
-from runtime.omnikv.select import Role, Selector
+from runtime.omnikv.select import Role, Scores, Selector
 from runtime.omnikv.selection import Selection
-
-if TYPE_CHECKING:
-    from runtime.caches.growing import FilterLayer
 
 
 class LayerCall(NamedTuple):
@@ -52,7 +49,7 @@ class LayerCall(NamedTuple):
     starts: Tensor | None
     logits: Logits
     selection: Selection | None
-    scores: FilterLayer | None = None
+    scores: Scores | None
 
     @property
     def options(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch import Tensor
 import artifacts
 from kernels.index import PAD
 from kernels.topk import TopKCall
-
-if TYPE_CHECKING:
-    from runtime.caches.growing import FilterLayer
 
 # Weights of the selector "exponential" halve from a query to the one before it.
 _DECAY = 0.5
@@ -45,6 +42,16 @@ def roles_of(section: artifacts.OmniKV, layers: Iterable[int]) -> dict[int, Role
     return {
         layer: Role(layer in section.filter_layers, section.filter_of(layer)) for layer in layers
     }
+
+
+class Scores(Protocol):
+    """Cache of a filter layer, with the scores of its last queries (caches.growing.FilterLayer)."""
+
+    def check_holds(self, layer: int, k_shape: torch.Size) -> None:
+        """Raise HeadwiseError if a call's keys (B, G, K, D) are not those of the cache."""
+
+    def remember(self, scores: Tensor) -> Tensor:
+        """Add scores (B, K) of the newest query; returns those of the window (B, at most W, K)."""
 
 
 class SelectionStats:
@@ -106,7 +113,7 @@ class Selector:
         return max(1, ceil(budget * k_len))
 
     def select_tokens(
-        self, scores: Tensor, q_len: int, starts: Tensor | None, cache: FilterLayer | None
+        self, scores: Tensor, q_len: int, starts: Tensor | None, cache: Scores | None
     ) -> Tensor:
         """Return tokens (B, C) int32, ascending and padded, for the layers of a filter layer.
 

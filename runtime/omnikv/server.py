@@ -13,7 +13,6 @@ from runtime.attention.failures import attempt
 from runtime.attention.layer import Served
 from runtime.attention.mask import starts_of
 from runtime.attention.servers import kernel_of, pays
-from runtime.caches.growing import FilterLayer
 from runtime.omnikv.bank import fetched
 from runtime.omnikv.decode import LayerCall, OmniKV
 from runtime.omnikv.select import Role
@@ -61,7 +60,7 @@ class SelectedServer:
         if role.is_filter:
             selection.clear()
             own = call.cache.layers[self.layer]
-            if isinstance(own, FilterLayer):
+            if hasattr(own, "remember"):
                 own.check_holds(self.layer, call.k_shape)
                 if decode.section.selector != "last":
                     scores = own
