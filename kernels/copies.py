@@ -39,7 +39,7 @@ class DeviceConstant:
 
     @classmethod
     def from_host(cls, tensor: Tensor, device: torch.device) -> DeviceConstant:
-        """Start the copy of a tensor of the host to a device."""
+        """Start the copy of a tensor in CPU memory to a device."""
         if device.type != "cuda" or not tensor.numel():
             return cls(tensor.to(device))
         pinned = tensor.pin_memory()

@@ -1,4 +1,4 @@
-"""One index from several: of heads of unlike kinds, or of sequences of unlike lengths.
+"""One index from several, of sequences of unlike lengths.
 
 Shapes: B batch, H query heads, R query tiles.
 """
@@ -17,24 +17,6 @@ from kernels.index import PAD, SparseIndex
 from kernels.ragged import Ragged
 
 
-def concat_heads(
-    parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[int]
-) -> SparseIndex:
-    """One index from parts with some heads each; head i is head order[i] of all of them.
-
-    All have one dense tail. `order` lies where the parts do; `host_order` is the same on the host.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    joined = _joined(parts, 1)
-    # Lists stay in place: only their offsets go with the head.
-    fields = {
-        name: x if name == "tiles" else x.index_select(1, order) for name, x in joined.items()
-    }
-    widths = [width for part in parts for width in part.widths()]
-    return _changed(parts, tuple(widths[i] for i in host_order), **fields)
-
-
 def concat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
     """One index over a ragged batch from one for each of its sequences, all of the same heads."""
     widths = tuple(
@@ -42,18 +24,18 @@ def concat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseInde
         for sorts in zip(*(part.widths() for part in parts), strict=True)
     )
     lengths = {"q_len": max(ragged.q_lens), "k_len": max(ragged.k_lens)}
-    return _changed(parts, widths, **_joined(parts, 0), **lengths, ragged=ragged)
+    return _changed(parts, widths, **_joined(parts), **lengths, ragged=ragged)
 
 
-def _joined(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
+def _joined(parts: Sequence[SparseIndex]) -> dict[str, Tensor]:
     """The entries of all parts, padded to the widest, their lists, and their bounds, if any."""
-    fields = _lists(parts, dim)
+    fields = _lists(parts)
     for name in ("diagonals", "columns"):
         entries: list[Tensor] = [getattr(part, name) for part in parts]
         width = max(e.shape[-1] for e in entries)
-        fields[name] = torch.cat([_pad(e, width) for e in entries], dim)
+        fields[name] = torch.cat([_pad(e, width) for e in entries])
     if any(part.skip is not None for part in parts):
-        fields["skip"] = torch.cat([_bounds(part) for part in parts], dim)
+        fields["skip"] = torch.cat([_bounds(part) for part in parts])
     return fields
 
 
@@ -72,7 +54,7 @@ def _bounds(part: SparseIndex) -> Tensor:
     return part.diagonals.new_full(heads, -torch.inf, dtype=torch.float32)
 
 
-def _lists(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
+def _lists(parts: Sequence[SparseIndex]) -> dict[str, Tensor]:
     """The lists of all parts end to end; rows that a part does not have are empty."""
     tiles: list[Tensor] = []
     offsets = []
@@ -89,7 +71,7 @@ def _lists(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
     if len(tiles) > 1:
         tiles = [torch.cat(tiles)]
     every_tile, *_ = (*tiles, parts[0].tiles)
-    return {"tiles": every_tile, "offsets": torch.cat(offsets, dim)}
+    return {"tiles": every_tile, "offsets": torch.cat(offsets)}
 
 
 def _changed(

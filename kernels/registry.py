@@ -51,7 +51,7 @@ BACKENDS = {
             "decode": "kernels.decode.cpu",
             "estimate": "kernels.patterns.cpu:Estimate",
             "means": "kernels.patterns.cpu:Means",
-            "tiles": "kernels.patterns.cpu:Tiles",
+            "select": "kernels.patterns.cpu:Select",
             "top_k": "kernels.patterns.cpu:TopK",
             "evict": "kernels.decode.dropping:Native",
         },
@@ -67,14 +67,13 @@ BACKENDS = {
             "estimate": "kernels.reference:Estimate",
             "means": "kernels.patterns.block_sparse:ReferenceMeans",
             "select": "kernels.patterns.base:ReferenceSelect",
-            "tiles": "kernels.patterns.block_sparse:ReferenceTiles",
             "top_k": "kernels.topk:Reference",
             "evict": "kernels.decode.dropping:Reference",
         },
     ),
 }
 # Of these the reference is fast enough on any device: only a failed build is reported.
-_QUIET = ("estimate", "means", "select", "tiles", "top_k", "evict")
+_QUIET = ("estimate", "means", "select", "top_k", "evict")
 # Of these it takes minutes where a kernel takes milliseconds: it serves only by its name.
 _SLOW = ("attention", "decode")
 

@@ -13,12 +13,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import registry
 from kernels.copies import DeviceConstant, on_device, sized_cache
 from kernels.index import PAD, SparseIndex, no_lists, num_rows, num_tiles
-from kernels.joining import concat_heads
 from kernels.patterns.paged import Keys
+from kernels.topk import count_entries
 
 
 class Inputs(NamedTuple):
@@ -85,9 +86,20 @@ class Builder:
             (min(diagonals, n), 0, min(columns, self.k_len)) for columns, diagonals in limits
         )
 
-    def select(self, patterns: Sequence[Any]) -> SparseIndex:
-        """The same in torch or native code."""
+    def entries(self, place: int, pattern: Any) -> Entries:
+        """What head `place` of this kind names with a pattern, in torch: the definition."""
         raise NotImplementedError
+
+
+class Entries(NamedTuple):
+    """What one head names, as fields of a SparseIndex: ascending, and padded with PAD.
+
+    diagonals (B, any), columns (B, any); tiles (B, R, any), None for no lists.
+    """
+
+    diagonals: Tensor
+    columns: Tensor
+    tiles: Tensor | None
 
 
 class Part(NamedTuple):
@@ -114,14 +126,77 @@ class SelectCall:
         """Device of the builder."""
         return self.builder.device
 
+    def unknown(self, *known: type[Builder]) -> str | None:
+        """The reason why a backend that knows some builders cannot serve; None where it can."""
+        kinds = [type(part.builder) for part in self.parts]
+        if others := [kind.__name__ for kind in kinds if kind not in known]:
+            return f"it does not know what {others[0]} selects"
+        return None
+
+    @property
+    def nothing_to_select(self) -> bool:
+        """True if no head reads anything: the index follows from sizes and lengths."""
+        return all(type(part.builder) is First for part in self.parts)
+
     def run(self, backend: str = "auto") -> SparseIndex:
         """The index of the layer; the reference is torch."""
+        if backend == "auto" and self.nothing_to_select:
+            return first_entries(self)
         index: SparseIndex = registry.run("select", self, backend)
         return index
 
 
+class First(Builder):
+    """A builder of what depends on no input: the first diagonals and the first columns."""
+
+    def entries(self, place: int, pattern: Pattern) -> Entries:
+        """See Builder.entries."""
+        ((diagonals, _, columns),) = self.widths([pattern])
+        first = [
+            torch.arange(count, dtype=torch.int32, device=self.device).expand(self.batch, -1)
+            for count in (diagonals, columns)
+        ]
+        return Entries(*first, None)
+
+
+def layout(call: SelectCall) -> tuple[SparseIndex, list[tuple[Any, Builder, int]]]:
+    """Memory for the index of a layer, and of each head its pattern, builder and place in its kind.
+
+    Nothing but the bounds of skipping is written yet.
+    """
+    some = call.builder
+    found: dict[int, tuple[tuple[Any, Builder, int], tuple[int, int, int]]] = {}
+    for heads, patterns, builder in call.parts:
+        places = ((pattern, builder, place) for place, pattern in enumerate(patterns))
+        found |= zip(heads, zip(places, builder.widths(patterns), strict=True), strict=True)
+    heads, widths = zip(*(found[head] for head in range(len(found))), strict=True)
+    shape = (some.batch, len(heads))
+    most = [max(each) for each in zip(*widths, strict=True)]
+    lists = no_lists(*shape, some.rows, device=some.device)
+    if most[1]:
+        first = num_tiles(some.k_len) - some.rows
+        total = sum(count_entries(width, some.rows, first) for _, width, _ in widths)
+        lists = {
+            "tiles": torch.empty(some.batch * total, dtype=torch.int32, device=some.device),
+            "offsets": torch.empty(*shape, some.rows + 1, dtype=torch.int64, device=some.device),
+        }
+    diagonals, columns = (
+        torch.empty(*shape, width, dtype=torch.int32, device=some.device) for width in most[::2]
+    )
+    index = SparseIndex.built(
+        widths=widths,
+        q_len=some.q_len,
+        k_len=some.k_len,
+        diagonals=diagonals,
+        columns=columns,
+        **lists,
+        skip=skip_bounds([pattern for pattern, _, _ in heads], some.batch, some.k_len, some.device),
+    )
+    return index, list(heads)
+
+
 class ReferenceSelect:
-    """The index of each part by itself, on any device, and then one of all."""
+    """The index of each head by itself, on any device, one after the other."""
 
     @staticmethod
     def supports(call: SelectCall) -> str | None:
@@ -131,29 +206,57 @@ class ReferenceSelect:
     @staticmethod
     def run(call: SelectCall) -> SparseIndex:
         """See SelectCall.run."""
-        order = [head for part in call.parts for head in part.heads]
-        # The place of each head in the concatenation of the parts.
-        place = sorted(range(len(order)), key=order.__getitem__)
-        indices = [part.builder.select(part.patterns) for part in call.parts]
-        return concat_heads(indices, on_device(tuple(place), call.device), place)
+        index, heads = layout(call)
+        named = [builder.entries(place, pattern) for pattern, builder, place in heads]
+        for head, entries in enumerate(named):
+            for to, some in (
+                (index.diagonals, entries.diagonals),
+                (index.columns, entries.columns),
+            ):
+                to[:, head] = PAD
+                width = min(some.shape[-1], to.shape[-1])
+                to[:, head, :width] = some[:, :width]
+        if any(width for _, width, _ in index.widths()):
+            _write_lists(index, [entries.tiles for entries in named])
+        return index
 
 
-class First(Builder):
-    """A builder of what depends on no input: the first diagonals and the first columns."""
+def _write_lists(index: SparseIndex, named: Sequence[Tensor | None]) -> None:
+    """Write the lists of each head end to end, from its tiles (B, R, any); None for no lists."""
+    device = index.tiles.device
+    # On the host, as nothing may be read back: the first rows list fewer tiles than others.
+    before = torch.arange(index.num_rows, device="cpu") + index.first_row
+    index.offsets.zero_()
+    end = 0
+    for b in range(index.batch):
+        for head, (tiles, (_, width, _)) in enumerate(zip(named, index.widths(), strict=True)):
+            if tiles is None or not width:
+                continue
+            counts = before.clamp_max(width)
+            at = (torch.arange(width, device="cpu") < counts[:, None]).flatten().nonzero()[:, 0]
+            listed = pad(tiles[b], (0, width), value=PAD)[:, :width].flatten()
+            index.tiles[end : end + len(at)] = listed[DeviceConstant.from_host(at, device).read()]
+            ends = pad(counts.cumsum(0), (1, 0)) + end
+            index.offsets[b, head] = DeviceConstant.from_host(ends, device).read()
+            end += len(at)
 
-    def select(self, patterns: Sequence[Pattern]) -> SparseIndex:
-        """See Builder."""
-        widths = self.widths(patterns)
-        diagonals, columns = (copy.read() for copy in _first(widths, self.batch, self.device))
-        return SparseIndex.built(
-            widths=widths,
-            q_len=self.q_len,
-            k_len=self.k_len,
-            diagonals=diagonals,
-            **no_lists(self.batch, len(patterns), self.rows, device=self.device),
-            columns=columns,
-            skip=skip_bounds(patterns, self.batch, self.k_len, self.device),
-        )
+
+def first_entries(call: SelectCall) -> SparseIndex:
+    """The index of heads that read nothing; its entries are made once for each length."""
+    some = call.builder
+    patterns = {head: p for part in call.parts for head, p in zip(*part[:2], strict=True)}
+    every = [patterns[head] for head in range(len(patterns))]
+    widths = some.widths(every)
+    diagonals, columns = (copy.read() for copy in _first(widths, some.batch, some.device))
+    return SparseIndex.built(
+        widths=widths,
+        q_len=some.q_len,
+        k_len=some.k_len,
+        diagonals=diagonals,
+        **no_lists(some.batch, len(every), some.rows, device=some.device),
+        columns=columns,
+        skip=skip_bounds(every, some.batch, some.k_len, some.device),
+    )
 
 
 @sized_cache(lambda copies: sum(copy.nbytes for copy in copies), 1 << 26)

@@ -1,4 +1,4 @@
-// Builders of indices over whole prompts, fused for the CPU: estimates, means of tiles, and top-k.
+// Builders of indices over whole prompts, fused for the CPU: estimates, means of tiles, selection, and top-k.
 //
 // Shapes: B batch, h heads of a kind, G KV heads, Q query length, K key length, D head dim, L last queries.
 
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -282,17 +283,13 @@ int64_t keep_best(const float* score, int64_t n, Choice how, int64_t forced, std
   return count;
 }
 
-// The places of the best entries in the last axis of contiguous fp32 scores (B, h, ..., n), padded with PAD: head i keeps
-// at most sizes[i] of each row, and of sequence b no more than counts[b] of the entries before ends[b] (contiguous int32
-// (B,) each, if there). See kernels.topk.top_k_indices.
-at::Tensor top_k_indices(const at::Tensor& scores, at::IntArrayRef sizes, at::ArrayRef<double> coverage, int64_t forced,
-                       const std::optional<at::Tensor>& ends, const std::optional<at::Tensor>& counts) {
-  const int64_t n = scores.size(-1), h = scores.size(1);
-  const int64_t rows = scores.numel() / std::max<int64_t>(n, 1), rows_of_head = rows / (scores.size(0) * h);
-  const int64_t width = std::min(n, *std::max_element(sizes.begin(), sizes.end()));
-  auto shape = scores.sizes().vec();
-  shape.back() = width;
-  at::Tensor out = at::empty(shape, scores.options().dtype(at::kInt));
+// The places of the best entries of each row of contiguous fp32 scores (B, n), at most `width`, padded with PAD: of row b
+// no more than counts[b] of the entries before ends[b] (contiguous int32 (B,) each, if there). See kernels.topk.TopKCall.
+at::Tensor top_k_indices(const at::Tensor& scores, int64_t width, const std::optional<at::Tensor>& ends,
+                         const std::optional<at::Tensor>& counts) {
+  const int64_t rows = scores.size(0), n = scores.size(1);
+  width = std::min(n, width);
+  at::Tensor out = at::empty({rows, width}, scores.options().dtype(at::kInt));
   int32_t* const to = out.mutable_data_ptr<int32_t>();
   const float* const from = scores.const_data_ptr<float>();
   const int32_t* const stops = ends ? ends->const_data_ptr<int32_t>() : nullptr;
@@ -300,76 +297,161 @@ at::Tensor top_k_indices(const at::Tensor& scores, at::IntArrayRef sizes, at::Ar
   at::parallel_for(0, rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(n, 1)), [&](int64_t begin, int64_t end) {
     std::vector<uint64_t> candidates;
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t head = row / rows_of_head % h, sequence = row / rows_of_head / h;
-      const int64_t stop = stops ? std::clamp<int64_t>(stops[sequence], 0, n) : n;
-      const int64_t size = most ? std::min<int64_t>(sizes[head], std::max(most[sequence], 0)) : sizes[head];
+      const int64_t stop = stops ? std::clamp<int64_t>(stops[row], 0, n) : n;
+      const int64_t size = most ? std::min<int64_t>(width, std::max(most[row], 0)) : width;
       int32_t* kept = to + row * width;
-      const int64_t count = keep_best(from + row * n, stop, {size, coverage[head]}, forced, candidates, kept);
+      const int64_t count = keep_best(from + row * n, stop, {size, 0}, 0, candidates, kept);
       std::fill(kept + count, kept + width, PAD);
     }
   });
   return out;
 }
 
-// For each row of tiles the best key tiles before its own, ascending and padded with PAD, to (total): each row's where
-// the contiguous offsets (B, h, R + 1) say. Means of the queries (B, h, R, D) and of the keys (B, h, N, D), contiguous
-// fp32; row r is the query tile at key tile first + r and sees `reach` tiles before it. The row's own tile, which is not
-// listed, and the first tile are always chosen; head i chooses at most blocks[i], where coverage[i] > 0 by the softmax
-// of the scaled products.
-at::Tensor best_tiles(const at::Tensor& queries, const at::Tensor& keys, at::IntArrayRef blocks,
-                      at::ArrayRef<double> coverage, const at::Tensor& offsets, int64_t first, int64_t reach,
-                      double scale, int64_t total) {
-  const int64_t h = queries.size(1), R = queries.size(2), N = keys.size(2), D = queries.size(3);
-  const int64_t heads = queries.size(0) * h, row_blocks = (R + TILE - 1) / TILE;
-  at::Tensor out = at::empty({total}, queries.options().dtype(at::kInt));
-  int32_t* const to = out.mutable_data_ptr<int32_t>();
-  const int64_t* const begins = offsets.const_data_ptr<int64_t>();
-  const float *const q = queries.const_data_ptr<float>(), *const k = keys.const_data_ptr<float>();
-  const int64_t columns = round_up(N, TILE);
-  at::parallel_for(0, heads * row_blocks, 1, [&](int64_t begin, int64_t end) {
-    const auto panel = allocate<float>(D * TILE), asked = allocate<float>(TILE * D);
-    const auto products = allocate<float>(TILE * columns);
-    std::vector<float> scores(N + 1);
-    std::vector<int32_t> kept(N + 1);
+// A head of the layer: its place among those of its kind; what it may name, see Pattern.limits; and the most tiles that
+// a row of it lists, 0 for a head without lists.
+struct Head {
+  bool massed;
+  int64_t place, columns, diagonals, listed;
+  double coverage;
+};
+
+// Writes 0, 1 ... count - 1, and PAD from there on.
+void write_first(int64_t count, int64_t width, int32_t* to) {
+  count = std::min(count, width);
+  std::iota(to, to + count, 0);
+  std::fill(to + count, to + width, PAD);
+}
+
+// The columns of most mass, and the tile diagonals that the distances of most mass cross: floor and ceil of distance /
+// TILE. vertical and slash (K) of one head; the first TILE of both are always chosen.
+void write_lines(const float* vertical, const float* slash, int64_t K, const Head& head, std::vector<uint64_t>& candidates,
+                 std::vector<int32_t>& kept, std::vector<char>& crossed, int32_t* columns, int64_t columns_width,
+                 int32_t* diagonals, int64_t diagonals_width) {
+  int64_t count = keep_best(vertical, K, {head.columns, head.coverage}, TILE, candidates, columns);
+  std::fill(columns + count, columns + columns_width, PAD);
+  count = keep_best(slash, K, {head.diagonals, head.coverage}, TILE, candidates, kept.data());
+  std::fill(crossed.begin(), crossed.end(), 0);
+  for (int64_t i = 0; i < count; ++i) crossed[kept[i] / TILE] = crossed[(kept[i] + TILE - 1) / TILE] = 1;
+  int32_t* to = diagonals;
+  for (int64_t tile = 0; tile < (K + TILE - 1) / TILE; ++tile)
+    if (crossed[tile]) *to++ = tile;
+  std::fill(to, diagonals + diagonals_width, PAD);
+}
+
+// Entries of the lists of the first r rows of a head: row i lists `most` tiles, or first + i if those are fewer.
+inline int64_t entries(int64_t r, int64_t most, int64_t first) {
+  const int64_t rising = std::clamp<int64_t>(most - first, 0, r);
+  return rising * first + rising * (rising - 1) / 2 + (r - rising) * most;
+}
+
+// The best key tiles before each row's own, ascending and padded with PAD, of 64 rows of one head from row0 on. Means of
+// its queries (R, D) and keys (N, D), fp32; row r is the query tile at key tile first + r and sees `reach` tiles before
+// it. The row's own tile, which is not listed, and the first tile are always chosen; with a coverage by the softmax of the
+// scaled products.
+struct TileRows {
+  int64_t R, N, D, first, reach;
+  float scale;
+  std::unique_ptr<float[], Free> panel, asked, products;
+  std::vector<float> scores;
+  std::vector<int32_t> kept;
+
+  TileRows(int64_t R, int64_t N, int64_t D, int64_t first, int64_t reach, float scale)
+      : R(R), N(N), D(D), first(first), reach(reach), scale(scale), panel(allocate<float>(D * TILE)),
+        asked(allocate<float>(TILE * D)), products(allocate<float>(TILE * round_up(N, TILE))), scores(N + 1), kept(N + 1) {}
+
+  void write(const float* q, const float* k, int64_t row0, const Head& head, std::vector<uint64_t>& candidates,
+             int32_t* tiles) {
+    const int64_t rows = std::min<int64_t>(TILE, R - row0), columns = round_up(N, TILE);
+    std::fill_n(asked.get(), TILE * D, 0.0f);
+    std::copy_n(q + row0 * D, rows * D, asked.get());
+    const int64_t from = std::max<int64_t>(first + row0 - reach, 0) / TILE * TILE;
+    for (int64_t tile0 = from; tile0 < first + row0 + rows; tile0 += TILE) {
+      const float* key_rows[TILE];
+      const int have = std::min<int64_t>(TILE, N - tile0);
+      for (int j = 0; j < have; ++j) key_rows[j] = k + (tile0 + j) * D;
+      pack_k<Blocked<Float>>(key_rows, have, D, D, panel.get());
+      Blocked<Float>::qk(asked.get(), TILE, D, panel.get(), products.get() + tile0, columns);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t own = first + row0 + r, low = std::max<int64_t>(own - reach, 0);
+      const float* product = products.get() + r * columns;
+      // Entry 0 is the own tile, so that its mass counts; then come the tiles from `low` on.
+      const int64_t n = own - low + 1;
+      scores[0] = product[own];
+      std::copy(product + low, product + own, scores.begin() + 1);
+      if (head.coverage > 0) {
+        const float top = *std::max_element(scores.begin(), scores.begin() + n);
+        float total = 0;
+        for (int64_t j = 0; j < n; ++j) total += scores[j] = std::exp((scores[j] - top) * scale);
+        for (int64_t j = 0; j < n; ++j) scores[j] /= total;
+      }
+      const Choice how{head.listed + 1, head.coverage};
+      const int64_t count = keep_best(scores.data(), n, how, low == 0 ? 2 : 1, candidates, kept.data());
+      int32_t* listed = tiles + entries(row0 + r, head.listed, first);
+      // Entry 0 comes first: it is left out.
+      for (int64_t j = 1; j < count; ++j) *listed++ = low + kept[j] - 1;
+      std::fill(listed, tiles + entries(row0 + r + 1, head.listed, first), PAD);
+    }
+  }
+};
+
+// Writes the index of a layer of H heads into its memory (B, H, ...), contiguous. Head i is number places[i] of the heads
+// with masses (B, m, K) where massed[i], of the heads with means (B, l, R or N, D) where listed[i], and else names the first
+// columns and diagonals; fp32, contiguous. See kernels.patterns.base.SelectCall.
+void select_index(const std::optional<at::Tensor>& vertical, const std::optional<at::Tensor>& slash,
+                  const std::optional<at::Tensor>& queries, const std::optional<at::Tensor>& keys, at::IntArrayRef massed,
+                  at::IntArrayRef places, at::IntArrayRef columns, at::IntArrayRef diagonals, at::IntArrayRef listed,
+                  at::ArrayRef<double> coverage, int64_t K, int64_t first, int64_t reach, double scale,
+                  at::Tensor& out_diagonals, at::Tensor& out_columns, at::Tensor& out_tiles, at::Tensor& out_offsets) {
+  const int64_t B = out_diagonals.size(0), H = out_diagonals.size(1), R = out_offsets.size(2) - 1;
+  const bool lists = std::any_of(listed.begin(), listed.end(), [](int64_t most) { return most > 0; });
+  std::vector<Head> heads;
+  for (int64_t i = 0; i < H; ++i)
+    heads.push_back({massed[i] != 0, places[i], columns[i], diagonals[i], listed[i], coverage[i]});
+  int32_t *const to_diagonals = out_diagonals.mutable_data_ptr<int32_t>(),
+          *const to_columns = out_columns.mutable_data_ptr<int32_t>();
+  const int64_t ND = out_diagonals.size(2), NC = out_columns.size(2);
+  at::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) {
+    std::vector<uint64_t> candidates;
+    std::vector<int32_t> kept(vertical ? K : 0);
+    std::vector<char> crossed(vertical ? K / TILE + 2 : 0);
+    for (int64_t at = begin; at < end; ++at) {
+      const Head& head = heads[at % H];
+      if (!head.massed) {
+        write_first(head.columns, NC, to_columns + at * NC);
+        write_first(head.diagonals, ND, to_diagonals + at * ND);
+        continue;
+      }
+      const int64_t mass = (at / H * vertical->size(1) + head.place) * K;
+      write_lines(vertical->const_data_ptr<float>() + mass, slash->const_data_ptr<float>() + mass, K, head, candidates, kept,
+                  crossed, to_columns + at * NC, NC, to_diagonals + at * ND, ND);
+    }
+  });
+  if (!lists) return;
+
+  // The lists of a head without any are empty, and begin at 0.
+  int64_t* const offsets = out_offsets.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> starts(B * H, 0), with_lists;
+  int64_t total = 0;
+  for (int64_t at = 0; at < B * H; ++at) {
+    const int64_t most = heads[at % H].listed;
+    if (most) starts[at] = total, total += entries(R, most, first), with_lists.push_back(at);
+    for (int64_t r = 0; r <= R; ++r) offsets[at * (R + 1) + r] = starts[at] + (most ? entries(r, most, first) : 0);
+  }
+  const int64_t l = queries->size(1), N = keys->size(2), D = keys->size(3), row_blocks = (R + TILE - 1) / TILE;
+  const float *const q = queries->const_data_ptr<float>(), *const k = keys->const_data_ptr<float>();
+  int32_t* const tiles = out_tiles.mutable_data_ptr<int32_t>();
+  const int64_t count = with_lists.size();
+  at::parallel_for(0, count * row_blocks, 1, [&](int64_t begin, int64_t end) {
+    TileRows rows(R, N, D, first, reach, static_cast<float>(scale));
     std::vector<uint64_t> candidates;
     for (int64_t task = begin; task < end; ++task) {
       // Long rows first, and heads in turn, so that threads have alike much to do.
-      const int64_t head = task % heads, row0 = (row_blocks - 1 - task / heads) * TILE;
-      const int64_t rows = std::min<int64_t>(TILE, R - row0);
-      std::fill_n(asked.get(), TILE * D, 0.0f);
-      std::copy_n(q + (head * R + row0) * D, rows * D, asked.get());
-      const int64_t from = std::max<int64_t>(first + row0 - reach, 0) / TILE * TILE;
-      for (int64_t tile0 = from; tile0 < first + row0 + rows; tile0 += TILE) {
-        const float* key_rows[TILE];
-        const int have = std::min<int64_t>(TILE, N - tile0);
-        for (int j = 0; j < have; ++j) key_rows[j] = k + (head * N + tile0 + j) * D;
-        pack_k<Blocked<Float>>(key_rows, have, D, D, panel.get());
-        Blocked<Float>::qk(asked.get(), TILE, D, panel.get(), products.get() + tile0, columns);
-      }
-      const Choice how{std::max<int64_t>(blocks[head % h], 2), coverage[head % h]};
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t own = first + row0 + r, low = std::max<int64_t>(own - reach, 0);
-        const float* product = products.get() + r * columns;
-        // Entry 0 is the own tile, so that its mass counts; then come the tiles from `low` on.
-        const int64_t n = own - low + 1;
-        scores[0] = product[own];
-        std::copy(product + low, product + own, scores.begin() + 1);
-        if (how.coverage > 0) {
-          const float top = *std::max_element(scores.begin(), scores.begin() + n);
-          float total = 0;
-          for (int64_t j = 0; j < n; ++j) total += scores[j] = std::exp((scores[j] - top) * static_cast<float>(scale));
-          for (int64_t j = 0; j < n; ++j) scores[j] /= total;
-        }
-        const int64_t count = keep_best(scores.data(), n, how, low == 0 ? 2 : 1, candidates, kept.data());
-        const int64_t* begin = begins + head * (R + 1) + row0 + r;
-        int32_t* listed = to + begin[0];
-        // Entry 0 comes first: it is left out.
-        for (int64_t j = 1; j < count; ++j) *listed++ = low + kept[j] - 1;
-        std::fill(listed, to + begin[1], PAD);
-      }
+      const int64_t at = with_lists[task % count], row0 = (row_blocks - 1 - task / count) * TILE;
+      const int64_t mean = at / H * l + heads[at % H].place;
+      rows.write(q + mean * R * D, k + mean * N * D, row0, heads[at % H], candidates, tiles + starts[at]);
     }
   });
-  return out;
 }
 
 }  // namespace
@@ -379,15 +461,16 @@ TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "vertical_slash_estimate(Tensor q, Tensor k, Tensor? block_table, int k_len, int[] heads, int[] last_q, "
       "float scale, int window, str engine) -> (Tensor, Tensor)");
   m.def("mean_pool(Tensor x, Tensor? block_table, int length, int lead) -> Tensor");
-  m.def("top_k_indices(Tensor scores, int[] sizes, float[] coverage, int forced, Tensor? ends, Tensor? counts) -> Tensor");
+  m.def("top_k_indices(Tensor scores, int width, Tensor? ends, Tensor? counts) -> Tensor");
   m.def(
-      "best_tiles(Tensor queries, Tensor keys, int[] blocks, float[] coverage, Tensor offsets, int first, int reach, "
-      "float scale, int total) -> Tensor");
+      "select_index(Tensor? vertical, Tensor? slash, Tensor? queries, Tensor? keys, int[] massed, int[] places, "
+      "int[] columns, int[] diagonals, int[] listed, float[] coverage, int k_len, int first, int reach, float scale, "
+      "Tensor(a!) out_diagonals, Tensor(b!) out_columns, Tensor(c!) out_tiles, Tensor(d!) out_offsets) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("vertical_slash_estimate", &vertical_slash_estimate);
   m.impl("mean_pool", &mean_pool);
   m.impl("top_k_indices", &top_k_indices);
-  m.impl("best_tiles", &best_tiles);
+  m.impl("select_index", &select_index);
 }

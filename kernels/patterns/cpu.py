@@ -13,10 +13,14 @@ from torch import Tensor
 
 from kernels.attention.cpu import engines, unsupported
 from kernels.copies import contiguous, with_rows
+from kernels.index import SparseIndex
 from kernels.native import build
-from kernels.patterns.block_sparse import MeansCall, TilesCall, pooled
+from kernels.patterns import block_sparse
+from kernels.patterns.base import First, SelectCall, layout
+from kernels.patterns.block_sparse import Lists, MeansCall, pooled
 from kernels.patterns.last_queries import EstimateCall, Masses
 from kernels.patterns.paged import Keys
+from kernels.patterns.vertical_slash import Lines
 from kernels.topk import TopKCall
 
 
@@ -53,33 +57,52 @@ class Means:
     @staticmethod
     def supports(call: MeansCall) -> str | None:
         """The reason why this backend cannot serve the call; None where it can."""
-        return _declined(call.x)
+        return _declined(call.q)
 
     @staticmethod
-    def run(call: MeansCall) -> Tensor:
-        """See kernels.patterns.block_sparse.MeansCall.run."""
+    def run(call: MeansCall) -> block_sparse.Means:
+        """See MeansCall.run."""
         return pooled(call, _pool)
 
 
-class Tiles:
-    """Selection of tiles by their means."""
+class Select:
+    """The index of a layer."""
 
     @staticmethod
-    def supports(call: TilesCall) -> str | None:
+    def supports(call: SelectCall) -> str | None:
         """The reason why this backend cannot serve the call; None where it can."""
-        return _declined(call.queries)
+        if unknown := call.unknown(First, Lines, Lists):
+            return unknown
+        return unsupported(call.device, torch.float32) or build.load()
 
     @staticmethod
-    def run(call: TilesCall) -> Tensor:
-        """See kernels.patterns.block_sparse.TilesCall."""
-        tiles: Tensor = torch.ops.headwise.best_tiles(
-            call.queries.contiguous(),
-            call.keys.contiguous(),
-            call.blocks,
-            [share or 0.0 for share in call.coverage],
-            *(call.offsets, call.first, call.reach, call.scale, call.total),
+    def run(call: SelectCall) -> SparseIndex:
+        """See SelectCall.run."""
+        index, heads = layout(call)
+        some = call.builder
+        builders = {type(part.builder): part.builder for part in call.parts}
+        lines = builders.get(Lines)
+        lists = builders.get(Lists)
+        read: list[Tensor | None] = [None] * 4
+        reach = 0
+        if isinstance(lines, Lines):
+            read[:2] = lines.masses.vertical.contiguous(), lines.masses.slash().contiguous()
+        if isinstance(lists, Lists):
+            read[2:] = lists.queries.contiguous(), lists.keys.contiguous()
+            reach = lists.reach
+        columns, diagonals = zip(*(pattern.limits() for pattern, _, _ in heads), strict=True)
+        torch.ops.headwise.select_index(
+            *read,
+            [int(isinstance(builder, Lines)) for _, builder, _ in heads],
+            [place for _, _, place in heads],
+            columns,
+            diagonals,
+            [width for _, width, _ in index.widths()],
+            [getattr(pattern, "coverage", None) or 0.0 for pattern, _, _ in heads],
+            *(some.k_len, index.first_row, reach, some.scale),
+            *(index.diagonals, index.columns, index.tiles, index.offsets),
         )
-        return tiles
+        return index
 
 
 class TopK:
@@ -94,11 +117,7 @@ class TopK:
     def run(call: TopKCall) -> Tensor:
         """See kernels.topk.TopKCall.run."""
         places: Tensor = torch.ops.headwise.top_k_indices(
-            call.scores.contiguous(),
-            call.sizes,
-            [share or 0.0 for share in call.coverage],
-            call.forced,
-            *map(contiguous, (call.ends, call.counts)),
+            call.scores.contiguous(), call.width, *map(contiguous, (call.ends, call.counts))
         )
         return places
 

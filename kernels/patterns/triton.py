@@ -19,14 +19,15 @@ from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, select_config, split, unavailable
 from kernels.copies import on_device, with_rows
-from kernels.index import TILE, SparseIndex, no_lists, num_tiles
-from kernels.patterns.base import First, SelectCall, skip_bounds
+from kernels.index import TILE, SparseIndex, num_tiles
+from kernels.patterns import block_sparse
+from kernels.patterns.base import First, SelectCall, layout
 from kernels.patterns.block_sparse import Lists, MeansCall, chunks
 from kernels.patterns.last_queries import EstimateCall, Masses
 from kernels.patterns.paged import Keys
 from kernels.patterns.vertical_slash import Lines
 from kernels.registry import build_failure
-from kernels.topk import TopKCall, count_entries
+from kernels.topk import TopKCall
 from kernels.triton_calls import KernelCall, or_placeholder, run_calls
 
 _MODULE = f"{__package__}.triton_kernels"
@@ -90,14 +91,16 @@ class Means:
     @staticmethod
     def supports(call: MeansCall) -> str | None:
         """The reason why this backend cannot serve the call; None where it can."""
-        return _declined(call.x)
+        return _declined(call.q)
 
     @staticmethod
-    def run(call: MeansCall) -> Tensor:
+    def run(call: MeansCall) -> block_sparse.Means:
         """See kernels.patterns.block_sparse.MeansCall.run."""
-        made, kernel = means(call.x, call.heads, lead=call.lead)
-        launch(kernel, call.device)
-        return made
+        queries, of_queries = means(call.q, call.heads, lead=call.lead)
+        keys, of_keys = means(call.k, call.kv_heads, lead=0)
+        for kernel in (of_queries, of_keys):
+            launch(kernel, call.device)
+        return block_sparse.Means(queries, keys)
 
 
 class Select:
@@ -108,17 +111,14 @@ class Select:
         """The reason why this backend cannot serve the call; None where it can."""
         if reason := unavailable(call.device):
             return reason
-        kinds = [type(part.builder) for part in call.parts]
-        if kinds == [First]:
-            return "there is nothing to select"
-        if unknown := [kind.__name__ for kind in kinds if kind not in (First, Lines, Lists)]:
-            return f"it does not know what {unknown[0]} selects"
+        if unknown := call.unknown(First, Lines, Lists):
+            return unknown
         return build_failure("builders", str(call.device))
 
     @staticmethod
     def run(call: SelectCall) -> SparseIndex:
         """See kernels.patterns.base.SelectCall.run."""
-        index, arguments, constants = layout(call)
+        index, arguments, constants = prepare(call)
         for scores in tile_scores(call, index):
             launch(selection(arguments | scores, constants), call.device)
             # Columns, diagonals and offsets are written.
@@ -127,7 +127,7 @@ class Select:
 
 
 class TopK:
-    """Top-k of each row, by number alone."""
+    """Top-k of each row."""
 
     @staticmethod
     def supports(call: TopKCall) -> str | None:
@@ -136,8 +136,6 @@ class TopK:
             return reason
         if not call.scores.numel():
             return "there is nothing to select from"
-        if any(share is not None for share in call.coverage):
-            return "it selects by number, not by coverage"
         return build_failure("builders", str(call.device))
 
     @staticmethod
@@ -148,48 +146,27 @@ class TopK:
         return places
 
 
-def layout(call: SelectCall) -> tuple[SparseIndex, dict[str, Any], dict[str, Any]]:
+def prepare(call: SelectCall) -> tuple[SparseIndex, dict[str, Any], dict[str, Any]]:
     """Memory for the index of a layer; arguments and constants of the launches that write it."""
     some = call.builder
     device = call.device
-    heads: dict[int, tuple[Any, tuple[int, int, int], int]] = {}
-    listed: list[int] = []
+    index, heads = layout(call)
     masses = None
     massed = reach = 0
     for part in call.parts:
-        places: Sequence[int] = [-1] * len(part.heads)
         if isinstance(part.builder, Lines):
             masses = part.builder.masses
-            massed = len(places)
-            places = range(massed)
+            massed = len(part.heads)
         elif isinstance(part.builder, Lists):
             reach = part.builder.reach
-            for head, pattern in zip(part.heads, part.patterns, strict=True):
-                listed += (head, max(pattern.blocks, 2) - 1)
-        sizes = zip(part.patterns, part.builder.widths(part.patterns), places, strict=True)
-        heads |= zip(part.heads, sizes, strict=True)
-    patterns, widths, order = zip(*(heads[head] for head in range(len(heads))), strict=True)
-    shape = (some.batch, len(heads))
-    first = num_tiles(some.k_len) - some.rows
-    most = [max(each) for each in zip(*widths, strict=True)]
-    diagonals, columns = (
-        torch.empty(*shape, width, dtype=torch.int32, device=device) for width in most[::2]
-    )
-    lists = no_lists(*shape, some.rows, device=device)
-    if listed:
-        total = sum(count_entries(width, some.rows, first) for _, width, _ in widths)
-        lists = {
-            "tiles": torch.empty(some.batch * total, dtype=torch.int32, device=device),
-            "offsets": torch.empty(*shape, some.rows + 1, dtype=torch.int64, device=device),
-        }
-    index = SparseIndex.built(
-        widths=widths,
-        q_len=some.q_len, k_len=some.k_len, diagonals=diagonals, columns=columns, **lists,
-        skip=skip_bounds(patterns, some.batch, some.k_len, device),
-    )  # fmt: skip
-    table = (x for place, p in zip(order, patterns, strict=True) for x in (place, *p.limits()))
+    listed: list[int] = []
+    table: list[int] = []
+    for head, (pattern, builder, place) in enumerate(heads):
+        table += (place if isinstance(builder, Lines) else -1, *pattern.limits())
+        if isinstance(builder, Lists):
+            listed += (head, max(pattern.blocks, 2) - 1)
     numbers = on_device(tuple(table), device, torch.int32)
-    shares = [getattr(pattern, "coverage", None) or 0.0 for pattern in patterns]
+    shares = [getattr(pattern, "coverage", None) or 0.0 for pattern, _, _ in heads]
     # All of the mass is more than any sum of it: rounding must not leave out the last.
     shares = [2.0 if share >= 1 else share for share in shares]
     # Absent tensors are never read.
@@ -199,14 +176,18 @@ def layout(call: SelectCall) -> tuple[SparseIndex, dict[str, Any], dict[str, Any
         "far": or_placeholder(far, numbers), "table": numbers,
         "listed": on_device(tuple(listed), device, torch.int32) if listed else numbers,
         "shares": on_device(tuple(shares), device, torch.float64) if any(shares) else numbers,
-        "diagonals": diagonals, "columns": columns, **lists,
-        "lines": 2 * shape[0] * shape[1], "heads": shape[1], "massed": massed,
+        "diagonals": index.diagonals, "columns": index.columns,
+        "tiles": index.tiles, "offsets": index.offsets,
+        "lines": 2 * some.batch * len(heads), "heads": len(heads), "massed": massed,
         "lists": len(listed) // 2, "k_len": some.k_len, "n": num_tiles(some.k_len),
-        "seen": near.shape[-1], "diagonals_width": most[0], "columns_width": most[2],
-        "all_rows": some.rows, "first": first, "reach": reach, "scale": some.scale,
+        "seen": near.shape[-1], "diagonals_width": index.diagonals.shape[-1],
+        "columns_width": index.columns.shape[-1],
+        "all_rows": some.rows, "first": index.first_row, "reach": reach, "scale": some.scale,
     }  # fmt: skip
+    # Without a row that may list anything the lists are constants.
+    has_lists = any(width for _, width, _ in index.widths())
     constants = {
-        "LISTS": bool(listed), "COVERAGE": any(shares), "FAR": far is not None,
+        "LISTS": has_lists, "COVERAGE": any(shares), "FAR": far is not None,
         "CHUNK": _chunk(some.k_len), "ROW_CHUNK": _chunk(num_tiles(some.k_len)),
     }  # fmt: skip
     return index, arguments, constants
@@ -250,22 +231,20 @@ def top_k(call: TopKCall) -> tuple[Tensor, KernelCall]:
     """Memory for the places, and the launch that fills it."""
     scores = call.scores
     n = scores.shape[-1]
-    width = min(max(call.sizes), n)
-    places = torch.empty(*scores.shape[:-1], width, dtype=torch.int32, device=scores.device)
+    width = min(call.width, n)
+    places = torch.empty(len(scores), width, dtype=torch.int32, device=scores.device)
     chunk = _chunk(n)
     arguments = {
-        "scores": scores.contiguous(), "sizes": on_device(tuple(call.sizes), scores.device),
-        "places": places,
+        "scores": scores.contiguous(), "places": places,
         "ends": or_placeholder(call.ends, places), "counts": or_placeholder(call.counts, places),
-        "heads": scores.shape[1], "rows": scores.shape[2:-1].numel(), "n": n, "width": width,
+        "n": n, "width": width,
     }  # fmt: skip
     return places, KernelCall(
         module=_TOPK,
         kernel="top_k_kernel",
-        grid=(scores.shape[:-1].numel(),),
+        grid=(len(scores),),
         arguments=arguments,
         constants={
-            "FORCED": call.forced,
             "ENDS": call.ends is not None,
             "COUNTS": call.counts is not None,
             "CHUNK": chunk,

@@ -191,28 +191,25 @@ def places_of(
     pad_from(to, count, width, CHUNK)
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "n", "width"])
+@triton.jit(do_not_specialize=["n", "width"])
 def top_k_kernel(
-    scores, sizes, places, ends, counts, heads, rows, n, width,
-    FORCED: tl.constexpr, ENDS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
+    scores, places, ends, counts, n, width,
+    ENDS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Places of the best entries of a row, ascending; of equals the smaller place is better.
 
-    scores (B * heads * rows, n) fp32; sizes (heads) int64; places (B * heads * rows, width) int32,
-    padded with PAD. The first FORCED are taken before all others. ends, counts (B) int32 if ENDS,
-    if COUNTS: of a sequence's rows only the entries before its end are read, and no more than its
-    count are taken.
+    scores (B, n) fp32; places (B, width) int32, padded with PAD. ends, counts (B) int32 if ENDS, if
+    COUNTS: of a row only the entries before its end are read, and no more than its count are taken.
     """
     row = tl.program_id(0).to(tl.int64)
-    sequence = row // rows // heads
-    size = tl.minimum(tl.load(sizes + row // rows % heads).to(tl.int32), width)
+    size = width
     if COUNTS:
-        size = tl.minimum(size, tl.maximum(tl.load(counts + sequence), 0))
+        size = tl.minimum(size, tl.maximum(tl.load(counts + row), 0))
     end = n
     if ENDS:
-        end = tl.minimum(tl.load(ends + sequence), n)
+        end = tl.minimum(tl.load(ends + row), n)
     scores += row * n
     places_of(
-        (scores, scores, n, 0.0, 0.0, 1.0), 0, FORCED, end, size, 0.0, 0.0, places + row * width,
+        (scores, scores, n, 0.0, 0.0, 1.0), 0, 0, end, size, 0.0, 0.0, places + row * width,
         width, CHUNK, PLAIN, False,
     )  # fmt: skip

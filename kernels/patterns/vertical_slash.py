@@ -13,10 +13,10 @@ from typing import ClassVar, Self
 
 import torch
 
-from kernels.index import TILE, SparseIndex, no_lists, num_tiles
-from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
+from kernels.index import TILE, num_tiles
+from kernels.patterns.base import SHARE, Builder, Entries, Inputs, Pattern
 from kernels.patterns.last_queries import EstimateCall, Masses
-from kernels.topk import TopKCall, ascending
+from kernels.topk import ascending, best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,28 +63,21 @@ class Lines(Builder):
         limits = [p.limits() for p in patterns]
         return tuple((min(n, 2 * d), 0, min(c, self.k_len)) for c, d in limits)
 
-    def select(self, patterns: Sequence[VerticalSlash]) -> SparseIndex:
-        """See Builder.select.
+    def entries(self, place: int, pattern: VerticalSlash) -> Entries:
+        """See Builder.entries.
 
         A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and ceil(s / TILE), in
         every row alike.
         """
         n = num_tiles(self.k_len)
-        coverage = [p.coverage for p in patterns]
-        columns, distances = zip(*(p.limits() for p in patterns), strict=True)
-        chosen = TopKCall(self.masses.vertical, columns, coverage, forced=TILE).run()
-        distance = (
-            TopKCall(self.masses.slash(), distances, coverage, forced=TILE).run().to(torch.int64)
+        columns, distances = (
+            best(mass[:, place], size, coverage=pattern.coverage, forced=TILE)
+            for mass, size in zip(
+                (self.masses.vertical, self.masses.slash()), pattern.limits(), strict=True
+            )
         )
-        shape = (self.batch, len(patterns))
-        offsets = torch.zeros(*shape, n + 1, dtype=torch.bool, device=self.device)
+        distance = distances.to(torch.int64)
+        offsets = torch.zeros(self.batch, n + 1, dtype=torch.bool, device=self.device)
         for rounding in (0, TILE - 1):
             offsets.scatter_(-1, ((distance + rounding) // TILE).clamp_max_(n), True)
-        return SparseIndex.built(
-            widths=self.widths(patterns),
-            q_len=self.q_len,
-            k_len=self.k_len,
-            diagonals=ascending(offsets[..., :n], min(n, 2 * distance.shape[-1])),
-            **no_lists(*shape, self.rows, device=self.device),
-            columns=chosen,
-        )
+        return Entries(ascending(offsets[:, :n], n), columns, None)

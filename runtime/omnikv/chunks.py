@@ -48,7 +48,7 @@ class ChunkSelection:
         if starts is not None:
             padding = torch.arange(past, device=scores.device) < starts[:, None]
             scores.masked_fill_(padding, float("-inf"))
-        tokens = TopKCall(scores[:, None], [width], [None], forced=0).run()[:, 0].long()
+        tokens = TopKCall(scores, width).run().long()
         counts = tuple(max(min(width, past - first), 0) for first in firsts)
         if min(counts) < width:
             missing = torch.tensor(

@@ -191,5 +191,4 @@ def _best(
         counts: see TopKCall.
     """
     scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
-    best = TopKCall(scores[:, None], [width], [None], forced=0, ends=ends, counts=counts).run()
-    return best[:, 0]
+    return TopKCall(scores, width, ends=ends, counts=counts).run()

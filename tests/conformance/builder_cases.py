@@ -140,44 +140,45 @@ def estimate_error(case: Estimate, device: torch.device, backend: str = "triton"
     return max(vertical, largest(result.slash(), expected.slash()))
 
 
-# Shape of the pooled tensor (B, H, length, D), the requested heads, and the number of positions
-# missing in the first tile.
+# Shape of the queries (B, H, Q, D), KV heads, keys, and the heads asked for.
 MEANS = {
-    "means of a token": ((1, 1, 1, 64), (0,), 0),
-    "means, 5 missing, D 80, batch 2": ((2, 4, 300, 80), (0, 2, 3), 5),
-    "means, all but one missing, D 160": ((1, 3, 130, 160), (1, 2), 63),
-    "means of heads asked for twice": ((2, 3, 70, 32), (0, 0, 2, 2, 2), 0),
-    "means of less than is missing": ((1, 1, 3, 16), (0,), 10),
+    "means of a token": ((1, 1, 1, 64), 1, 1, (0,)),
+    "means, 5 missing, D 80, batch 2": ((2, 4, 300, 80), 2, 305, (0, 2, 3)),
+    "means, all but one missing, D 160": ((1, 3, 130, 160), 3, 193, (1, 2)),
+    "means of one KV head": ((2, 5, 70, 32), 1, 70, (0, 2, 3, 4)),
+    "means of less than is missing": ((1, 1, 3, 16), 1, 13, (0,)),
 }
 
 
 def means_error(
-    case: tuple[Sequence[int], Sequence[int], int], device: torch.device, backend: str = "triton"
+    case: tuple[tuple[int, ...], int, int, Sequence[int]],
+    device: torch.device,
+    backend: str = "triton",
 ) -> float:
     """The largest absolute error of means against torch's of the same inputs in fp32."""
-    shape, heads, lead = case
+    shape, kv_heads, k_len, heads = case
     torch.manual_seed(0)
-    x = torch.randn(shape, device=device).half()
-    result = MeansCall(x, heads, lead=lead).run(backend)
-    expected = MeansCall(x.float(), heads, lead=lead).run("reference")
-    assert result.shape == expected.shape
-    return largest(result, expected)
+    q = torch.randn(shape, device=device).half()
+    k = torch.randn(shape[0], kv_heads, k_len, shape[3], device=device).half()
+    result = MeansCall(q, k, heads).run(backend)
+    expected = MeansCall(q.float(), k.float(), heads).run("reference")
+    assert all(one.shape == other.shape for one, other in zip(result, expected, strict=True))
+    return max(largest(*pair) for pair in zip(result, expected, strict=True))
 
 
-# Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several
-# sequences also ragged.
+# Shape of the scores (B, n), and how many are taken. Several sequences also ragged.
 CHOICES = {
-    "choice of 1": ((1, 2, 3, 1), (1, 4), 1),
-    "choice of 65": ((2, 3, 1, 65), (1, 20, 70), 1),
-    "choice of 130": ((1, 2, 4, 130), (128, 3), 2),
-    "choice of 4200, ragged": ((5, 2, 4200), (700, 64), 0),
-    "choice of 5000": ((1, 2, 2, 5000), (100, 4990), 1),
-    "choice of 70000": ((1, 1, 70_000), (1000,), 64),
+    "choice of 1": ((1, 1), 4),
+    "choice of 65": ((2, 65), 20),
+    "choice of 130": ((4, 130), 128),
+    "choice of 4200, ragged": ((5, 4200), 700),
+    "choice of 5000": ((2, 5000), 4990),
+    "choice of 70000": ((1, 70_000), 1000),
 }
 
 
 def choice_error(
-    case: tuple[Sequence[int], Sequence[int], int],
+    case: tuple[tuple[int, int], int],
     device: torch.device,
     backend: str = "triton",
     *,
@@ -187,12 +188,11 @@ def choice_error(
 
     poisoned: scores that are NaN are chosen from, too.
     """
-    shape, sizes, forced = case
+    shape, width = case
     torch.manual_seed(0)
     # Adding 0 makes 0 of -0.
     scores = (torch.randn(shape) * 4).round() / 4 + 0
     scores[torch.rand(shape) < 0.3] = float("-inf")
-    how = {"coverage": [None] * len(sizes), "forced": forced}
     wrong = 0
     for ragged in (False, True) if shape[0] > 1 else (False,):
         ends, counts = torch.tensor(
@@ -200,12 +200,12 @@ def choice_error(
         )
         per_sequence = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
         there = {name: x.to(device) for name, x in per_sequence.items()}
-        result = TopKCall(scores.to(device), sizes, **how, **there).run(backend).cpu()
-        expected = TopKCall(scores, sizes, **how, **per_sequence).run("reference")
+        result = TopKCall(scores.to(device), width, **there).run(backend).cpu()
+        expected = TopKCall(scores, width, **per_sequence).run("reference")
         wrong += int((result != expected).sum())
         if poisoned:
             bad = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
-            taken = TopKCall(bad.to(device), sizes, **how, **there).run(backend).cpu()
+            taken = TopKCall(bad.to(device), width, **there).run(backend).cpu()
             at = taken.clamp(max=shape[-1] - 1).long()
             wild = (taken < 0) | (taken != PAD) & bad.gather(-1, at).isnan()
             wrong += int(wild.sum())
@@ -308,9 +308,8 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
     ]
     compare("vertical", masses[0].vertical, masses[1].vertical)
     compare("slash", masses[0].slash(), masses[1].slash())
-    compare(
-        "means", *(MeansCall(keys, list(range(case.kv_heads)), lead=0).run() for keys in (where, k))
-    )
+    means = [MeansCall(q, keys, range(6)).run() for keys in (where, k)]
+    compare("means", means[0].keys, means[1].keys)
     for name, patterns in (("by number", BY_NUMBER), ("every", EVERY)):
         plan = LayerPlan(patterns, case.kv_heads, dense_tail=10)
         index = plan.build(q, where.cache, **how, block_table=where.table, k_len=case.k_len)
@@ -326,7 +325,7 @@ def paged_error(case: Build, device: torch.device) -> float:
         result = differences(case, device)
         # Torch would have served in its place, unnoticed.
         half = torch.empty(1, 1, 1, case.head_dim, dtype=torch.float16, device=device)
-        assert triton.Means.supports(MeansCall(half, (0,), lead=0)) is None
+        assert triton.Means.supports(MeansCall(half, half, (0,))) is None
     return sum(map(abs, result.values()))
 
 

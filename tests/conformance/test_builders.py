@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, block_sparse, make
 from kernels.patterns.last_queries import EstimateCall
-from kernels.topk import TopKCall
+from kernels.topk import TopKCall, best
 from tests.kernels.conftest import builder, one_thread, poisoned_memory
 
 __all__ = ["builder", "one_thread", "poisoned_memory"]
@@ -178,62 +178,69 @@ def test_full_coverage_selects_all_nonzero_mass():
     assert seen == [set(), {0}, {0}, *[{0, 2}] * 5]
 
 
-@pytest.mark.usefixtures("builder")
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_top_k_call_match_definition(data):
-    """Native code and torch agree on ties, masked entries, forced entries and coverage."""
+def test_best_of_rows_matches_definition(data):
+    """Ties, masked entries, forced entries and coverage."""
     n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
     # Sixteenths add up exactly, in whatever order.
     score = st.one_of(st.integers(0, 40).map(lambda n: n / 16), st.just(float("-inf")))
     rows = data.draw(st.lists(st.lists(score, min_size=n, max_size=n), min_size=6, max_size=6))
-    sizes = data.draw(st.lists(st.integers(1, 50), min_size=3, max_size=3))
-    coverage = data.draw(
-        st.lists(st.one_of(st.none(), st.sampled_from([0.25, 0.5, 1.0])), min_size=3, max_size=3)
-    )
-    # Two sequences, each with an optional end and count.
+    size = data.draw(st.integers(1, 50))
+    coverage = data.draw(st.one_of(st.none(), st.sampled_from([0.25, 0.5, 1.0])))
+    scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, n)
+    before = scores.clone()
+    result = best(scores, size, coverage=coverage, forced=forced)
+    assert torch.equal(scores, before) and result.dtype == torch.int32
+    assert result.shape == (2, 3, min(n, size))
+    for mass, places in zip(rows, result.flatten(0, 1).tolist(), strict=True):
+        there = [i for i in range(n) if mass[i] != float("-inf")]
+        expected = smallest(
+            [mass[i] for i in there], coverage, size, sum(i < forced for i in there)
+        )
+        assert places[: len(expected)] == sorted(there[i] for i in expected)
+        assert set(places[len(expected) :]) <= {PAD}
+
+
+@pytest.mark.usefixtures("builder")
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_top_k_call_matches_definition(data):
+    """Native code and torch agree on ties, masked entries, ends and counts."""
+    n, width = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 50))
+    score = st.one_of(st.integers(-20, 20).map(lambda n: n / 16), st.just(float("-inf")))
+    rows = data.draw(st.lists(st.lists(score, min_size=n, max_size=n), min_size=2, max_size=2))
     ends, counts = (
         data.draw(st.one_of(st.none(), st.lists(st.integers(0, 45), min_size=2, max_size=2)))
         for _ in range(2)
     )
-    per_sequence = {
+    bounds = {
         name: torch.tensor(x, dtype=torch.int32)
         for name, x in (("ends", ends), ("counts", counts))
         if x
     }
-    scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, 1, n)
+    scores = torch.tensor(rows, dtype=torch.float32)
     before = scores.clone()
-    result = TopKCall(scores, sizes, coverage, forced=forced, **per_sequence).run()
-    assert (
-        torch.equal(scores, before)
-        and result.dtype == torch.int32
-        and result.shape[-1] == min(n, max(sizes))
-    )
-    for sequence in range(2):
-        for head in range(3):
-            mass = scores[sequence, head, 0].tolist()
-            there = [
-                i
-                for i in range(n if ends is None else min(n, ends[sequence]))
-                if mass[i] != float("-inf")
-            ]
-            size = sizes[head] if counts is None else min(sizes[head], counts[sequence])
-            expected = smallest(
-                [mass[i] for i in there], coverage[head], size, sum(i < forced for i in there)
-            )
-            assert result[sequence, head, 0].tolist()[: len(expected)] == sorted(
-                there[i] for i in expected
-            )
-            assert set(result[sequence, head, 0].tolist()[len(expected) :]) <= {PAD}
+    result = TopKCall(scores, width, **bounds).run()
+    assert torch.equal(scores, before) and result.dtype == torch.int32
+    assert result.shape == (2, min(n, width))
+    for row, places in enumerate(result.tolist()):
+        end = n if ends is None else min(n, ends[row])
+        there = [i for i in range(end) if rows[row][i] != float("-inf")]
+        size = width if counts is None else min(width, counts[row])
+        expected = sorted(sorted(there, key=lambda i: (-rows[row][i], i))[:size])
+        assert places == expected + [PAD] * (min(n, width) - len(expected))
 
 
 @pytest.mark.usefixtures("builder")
-def test_top_k_call_with_negative_and_nan_scores():
-    scores = torch.tensor([[[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]]])
-    assert TopKCall(scores, [4], [None], forced=0).run().tolist() == [[[2, 3, 4, 5]]]
-    scores = torch.tensor([[[float("nan"), 1.0, 2.0, 3.0]]])
-    places = TopKCall(scores, [2], [None], forced=1).run()
-    assert places[0, 0, 0] == 0, "a forced entry is taken, whatever it is"
+def test_top_k_call_with_negative_scores_and_zeros():
+    scores = torch.tensor([[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]])
+    assert TopKCall(scores, 4).run().tolist() == [[2, 3, 4, 5]]
+
+
+def test_best_takes_a_forced_entry_whatever_it_is():
+    places = best(torch.tensor([[float("nan"), 1.0, 2.0, 3.0]]), 2, forced=1)
+    assert places[0, 0] == 0
 
 
 @pytest.mark.usefixtures("builder")

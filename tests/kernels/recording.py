@@ -14,7 +14,7 @@ from kernels.patterns import triton as builders
 from kernels.triton_calls import KernelCall
 
 # Ops of what builds an index.
-BUILDERS = ("estimate", "means", "select", "tiles", "top_k")
+BUILDERS = ("estimate", "means", "select", "top_k")
 
 
 @contextmanager

@@ -192,8 +192,8 @@ def test_tables_and_top_k_of_mixed_sizes(target):
     entries = torch.zeros(1, 4, 2, dtype=torch.int32)
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
-    scores, lengths = torch.empty(1, 4, 3, 16_385), torch.empty(1, dtype=torch.int32)
-    call = TopKCall(scores, [50] * 4, [None] * 4, forced=1, ends=lengths, counts=lengths)
+    scores, lengths = torch.empty(3, 16_385), torch.empty(3, dtype=torch.int32)
+    call = TopKCall(scores, 50, ends=lengths, counts=lengths)
     _, choice = builders.top_k(call)
     for call in (backend.tables(index, 2, None, alone=(1,)), choice):
         assert compiled(call, target).excess(target, HALF) is None, call.kernel

@@ -16,7 +16,6 @@ from kernels.attention import attend, sparse_attention
 from kernels.call import Operands
 from kernels.decode import decode_attention
 from kernels.decode.dropping import EvictCall
-from kernels.patterns import BlockSparse, Inputs, make
 from kernels.patterns.dense import dense_index
 from kernels.registry import BACKENDS, Backend
 from tests.conformance import attention_cases, builder_cases, decode_cases, interpreted
@@ -86,15 +85,6 @@ def top_k() -> None:
         assert builder_cases.choice_error(case, HOST, "toy", poisoned=False) == 0
 
 
-def tiles() -> None:
-    torch.manual_seed(0)
-    q, k = (torch.randn(1, 2, length, 32) for length in (200, 450))
-    patterns = [make("block_sparse", blocks=2), make("block_sparse", blocks=5, coverage=0.7)]
-    build = BlockSparse.prepare(patterns, Inputs([0, 1], q, k, 0.3))
-    found, wanted = (build.select(patterns, backend) for backend in ("toy", "reference"))
-    assert torch.equal(found.padded_tiles(), wanted.padded_tiles())
-
-
 def select() -> None:
     for case in builder_cases.LAYERS.values():
         assert builder_cases.layer_error(case, HOST, "toy") == 0
@@ -111,7 +101,7 @@ def evict() -> None:
         assert torch.equal(one, other) and not torch.equal(one, before)
 
 
-CASES = (attention, decode, gradient, estimate, means, tiles, select, top_k, evict)
+CASES = (attention, decode, gradient, estimate, means, select, top_k, evict)
 
 
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases.__name__)

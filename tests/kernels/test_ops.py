@@ -16,7 +16,6 @@ from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.decode.dropping import EvictCall, ranks
 from kernels.dense import dense_attention
 from kernels.index import TILE, num_tiles
-from kernels.joining import concat_heads
 from kernels.logits import Logits
 from kernels.merge import merge_attention
 from kernels.native import build
@@ -233,10 +232,8 @@ def test_skip_threshold_is_per_sequence():
 
 def test_skip_without_bound_or_in_short_prompt_skips_nothing():
     q, k, v = unlike_tiles(700)
-    skips = LayerPlan([make("skip_softmax", scale_factor=30.0)] * 2, 1).build(q[:, :2], k)
-    dense = LayerPlan([make("dense")], 1).build(q[:, :1], k)
-    order = [2, 0, 1]
-    index = concat_heads([skips, dense], torch.tensor(order), order)
+    skips = make("skip_softmax", scale_factor=30.0)
+    index = LayerPlan([make("dense"), skips, skips], 1).build(q, k)
     assert index.skip is not None and index.skip[0, 0] == -math.inf
     skipped = torch.zeros(1, 3, dtype=torch.int32)
     sparse_attention(q, k, v, index, skipped=skipped)

@@ -9,7 +9,7 @@ from kernels import registry
 from kernels.call import AttentionCall, DecodeCall, GradientCall
 from kernels.decode.dropping import EvictCall
 from kernels.patterns.base import SelectCall
-from kernels.patterns.block_sparse import MeansCall, TilesCall
+from kernels.patterns.block_sparse import MeansCall
 from kernels.patterns.last_queries import EstimateCall
 from kernels.topk import TopKCall
 
@@ -20,7 +20,6 @@ OPS = {
     EstimateCall: "estimate",
     MeansCall: "means",
     SelectCall: "select",
-    TilesCall: "tiles",
     TopKCall: "top_k",
     EvictCall: "evict",
 }
