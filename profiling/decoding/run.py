@@ -37,7 +37,6 @@ from profiling.quality.method import Method, of_policy
 from profiling.speed.baselines import KERNEL, MODEL, dense, of_rounds
 from runtime import LoadedArtifact
 from runtime import load as load_headwise
-from runtime.caches.make import make_cache
 from runtime.memory import CacheBytes, cache_bytes
 
 
@@ -182,14 +181,13 @@ def _quality(
     texts: Sequence[Prompt],
 ) -> dict[str, Any]:
     """Measure a method's answers, losses (T, F) of texts, and tokens read in a step."""
+    new_cache = partial(method.cache, loaded.model)
     prefilled: Sequence[Begun] = ()
     if config.dense_prefill and _chooses(method):
         with dense(loaded.model, KERNEL):
-            plain_cache = partial(make_cache, None, loaded.model, "never")
-            prefilled = list(begin(loaded.model, plain_cache, texts, config.forced))
+            prefilled = list(begin(loaded.model, new_cache, texts, config.forced))
     losses = None
     tokens = None
-    new_cache = partial(method.cache, loaded.model)
     with method.apply(loaded.model) as applied:
         label = f"{method.name}: {config.task}"
         replies = answers(
