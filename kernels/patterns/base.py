@@ -152,11 +152,9 @@ class First(Builder):
     def entries(self, place: int, pattern: Pattern) -> Entries:
         """See Builder.entries."""
         ((diagonals, _, columns),) = self.widths([pattern])
-        first = [
-            torch.arange(count, dtype=torch.int32, device=self.device).expand(self.batch, -1)
-            for count in (diagonals, columns)
-        ]
-        return Entries(*first, None)
+        most = max(diagonals, columns)
+        first = torch.arange(most, dtype=torch.int32, device=self.device).expand(self.batch, -1)
+        return Entries(first[:, :diagonals], first[:, :columns], None)
 
 
 def layout(call: SelectCall) -> tuple[SparseIndex, list[tuple[Any, Builder, int]]]:
