@@ -18,7 +18,7 @@ from torch import Tensor
 import artifacts
 from kernels.copies import on_device
 from kernels.decode.dropping import EvictCall, ranks
-from runtime.caches.pages import Pages, tokens
+from runtime.caches.pages import Paging, tokens
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step, View
 
@@ -47,7 +47,7 @@ class H2O(Policy):
     positions: Tensor
 
     @classmethod
-    def paged(cls, record: artifacts.H2O) -> Pages | str:
+    def paged(cls, record: artifacts.H2O) -> Paging | str:
         """See Policy.paged."""
         return (
             "it drops other tokens in each head at every step, and vLLM "

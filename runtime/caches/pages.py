@@ -1,4 +1,4 @@
-"""Budgets of tokens, and how pages of vLLM hold what a cache policy keeps.
+"""Budgets of tokens, and how pages hold what a cache policy keeps.
 
 Shapes: B batch, H query heads, G KV heads, L tokens of a prompt, W window, D head dim, E value dim.
 """
@@ -32,40 +32,47 @@ def left_of_prompt(budget: int | float, window: int, held: int, seen: int) -> in
     return min(held, max(tokens(budget, seen), window))
 
 
-class Pages:
-    """Layout of a policy's kept tokens in pages of vLLM, which frees other pages (runtime.vllm)."""
-
-
 @dataclass(frozen=True)
-class EveryPage(Pages):
-    """Every token is kept."""
+class Vote(ABC):
+    """A choice of the tokens of a prompt by its last `window` queries, which are kept themselves."""
 
-
-@dataclass(frozen=True)
-class EndPages(Pages):
-    """The first `sinks` tokens and the last `window` are kept, by text positions."""
-
-    sinks: int
     window: int
-
-
-@dataclass(frozen=True)
-class PromptPages(Pages, ABC):
-    """A part of each prompt, elected by its last `window` queries, and all that is generated.
-
-    KV heads of a layer may keep unlike parts.
-    """
-
-    budget: int | float
-    window: int
-
-    def left(self, prompt: int) -> int:
-        """Tokens that are kept of a prompt."""
-        return left_of_prompt(self.budget, self.window, prompt, prompt)
 
     @abstractmethod
-    def select(self, q: Tensor, k: Tensor, v: Tensor, *, logits: Logits) -> Tensor:
-        """Tokens (B, G, n) of a prompt that are kept, ascending.
+    def select(self, q: Tensor, k: Tensor, v: Tensor, count: int, *, logits: Logits) -> Tensor:
+        """Rows (B, G, count) of a prompt, ascending.
 
         q (B, H, W, D) are its last queries, k (B, G, L, D) and v (B, G, L, E) all of it.
         """
+
+
+@dataclass(frozen=True)
+class Paging:
+    """Where pages hold what a policy keeps: rows at the front, and all rows from a later one on.
+
+    Pages between belong to nobody (runtime.vllm, which frees them).
+
+    Attributes:
+        front: tokens at the front, a count, or a fraction of the prompt.
+        window: how many of the last tokens are kept, too; None: all that follow the prompt.
+        vote: selects the tokens of a prompt that are copied to the front once it is computed, in
+            each KV head for itself; None: they are the first ones.
+    """
+
+    front: int | float = 0
+    window: int | None = None
+    vote: Vote | None = None
+
+    @property
+    def drops(self) -> bool:
+        """True if some tokens are not kept."""
+        return self.window is not None or self.vote is not None
+
+    def left(self, prompt: int) -> int:
+        """Tokens that are kept of a prompt, where a vote selects them."""
+        assert self.vote is not None
+        return left_of_prompt(self.front, self.vote.window, prompt, prompt)
+
+
+EVERY_PAGE = Paging()
+"""Every token is kept."""

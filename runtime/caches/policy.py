@@ -17,7 +17,7 @@ from torch import Tensor, is_inference_mode_enabled, nn
 
 from kernels.copies import on_device
 from runtime.allocator import in_huge_pages
-from runtime.caches.pages import EveryPage, Pages
+from runtime.caches.pages import EVERY_PAGE, Paging
 from runtime.caches.step import Step, View
 
 # Headroom for new tokens in new memory: a minimum, and a fraction of the current size.
@@ -105,8 +105,8 @@ class Policy(ABC):
         return partial(cls, record)
 
     @classmethod
-    def paged(cls, record: Any) -> Pages | str:
-        """Layout of the kept tokens in vLLM's pages, or the reason why there is none."""
+    def paged(cls, record: Any) -> Paging | str:
+        """Where pages hold the kept tokens, or the reason why vLLM cannot serve the policy."""
         return "there is no vLLM layer for it"
 
     def steps(self, call: Step) -> Iterable[Step]:
@@ -226,9 +226,9 @@ class Full(Policy):
     """Every token, in the order of the text: for layers or KV heads next to others that drop."""
 
     @classmethod
-    def paged(cls, record: Any) -> Pages | str:
+    def paged(cls, record: Any) -> Paging | str:
         """See Policy.paged."""
-        return EveryPage()
+        return EVERY_PAGE
 
     def view(self, step: Step) -> View:
         """See Policy.view."""

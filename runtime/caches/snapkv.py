@@ -18,7 +18,7 @@ from torch import Tensor
 import artifacts
 from kernels.decode import decode_attention
 from kernels.logits import Logits
-from runtime.caches.pages import Pages, PromptPages, left_of_prompt
+from runtime.caches.pages import Paging, Vote, left_of_prompt
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step, View
 
@@ -26,44 +26,37 @@ _log = logging.getLogger("headwise")
 
 
 @dataclass(frozen=True)
-class SnapKVPages(PromptPages):
-    """The part of a prompt that its last queries attend to, as SnapKV's record has it."""
+class SnapKVVote(Vote):
+    """Attention of a prompt's last queries to each earlier key, averaged over `pool` neighbors.
+
+    The ends are padded with zeros; the window's own keys are no neighbors.
+    """
 
     pool: int
 
-    def select(self, q: Tensor, k: Tensor, v: Tensor, *, logits: Logits) -> Tensor:
-        """See PromptPages.elect."""
-        q = q[:, :, -self.window :]
-        votes = votes_of(self, q, k, v, logits=logits)
-        return select(votes, self.left(k.shape[2]), self.window)
-
-
-def votes_of(
-    sizes: artifacts.SnapKV | SnapKVPages,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    logits: Logits,
-    backend: str = "auto",
-) -> Tensor:
-    """Attention of the window's queries to each earlier key, averaged over neighbors.
-
-    q (B, H, W, D), k (B, G, n, D), v (B, G, n, E) -> (B, G, n - W). The ends are padded with zeros;
-    the window's own keys are no neighbors.
-    """
-    result = decode_attention(q, k, v, logits=logits, scores="sum", backend=backend)
-    assert result.scores is not None
-    scores = result.scores[:, :, : k.shape[2] - sizes.window]
-    return torch.nn.functional.avg_pool1d(scores, sizes.pool, stride=1, padding=sizes.pool // 2)
-
-
-def select(votes: Tensor, count: int, window: int) -> Tensor:
-    """Rows (B, G, count), ascending: those with most votes (B, G, n - W), and the window's own."""
-    earlier = votes.shape[2]
-    best = votes.topk(count - window, dim=2).indices.sort(dim=2).values
-    own = torch.arange(earlier, earlier + window, device=votes.device)
-    return torch.cat([best, own.expand(*best.shape[:2], -1)], dim=2)
+    def select(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        count: int,
+        *,
+        logits: Logits,
+        backend: str = "auto",
+    ) -> Tensor:
+        """See Vote.select: those with most votes, and the window's own."""
+        window = self.window
+        result = decode_attention(
+            q[:, :, -window:], k, v, logits=logits, scores="sum", backend=backend
+        )
+        assert result.scores is not None
+        earlier = k.shape[2] - window
+        scores = result.scores[:, :, :earlier]
+        pool = self.pool
+        votes = torch.nn.functional.avg_pool1d(scores, pool, stride=1, padding=pool // 2)
+        best = votes.topk(count - window, dim=2).indices.sort(dim=2).values
+        own = torch.arange(earlier, earlier + window, device=votes.device)
+        return torch.cat([best, own.expand(*best.shape[:2], -1)], dim=2)
 
 
 @functools.cache
@@ -78,7 +71,7 @@ def _warn_short(window: int) -> None:
 
 
 class SnapKV(Policy):
-    """Tokens elected by a prompt's last `window` queries, those queries' own, and all generated.
+    """Tokens selected by a prompt's last `window` queries, those queries' own, and all generated.
 
     A call of at least `window` tokens, more than one, is a prompt or a chunk of one; a shorter one
     is generated text and is kept. After a prompt, `budget` tokens are selected from it and from all
@@ -89,9 +82,9 @@ class SnapKV(Policy):
     record: artifacts.SnapKV
 
     @classmethod
-    def paged(cls, record: artifacts.SnapKV) -> Pages | str:
+    def paged(cls, record: artifacts.SnapKV) -> Paging | str:
         """See Policy.paged."""
-        return SnapKVPages(record.budget, record.window, record.pool)
+        return Paging(front=record.budget, vote=SnapKVVote(record.window, record.pool))
 
     def view(self, step: Step) -> View:
         """See Policy.view: all tokens."""
@@ -114,11 +107,7 @@ class SnapKV(Policy):
             if not any(self.settled):
                 _warn_short(window)
         elif count < held:
-            self._keep(select(self._votes(step), count, window))
-
-    def _votes(self, call: Step) -> Tensor:
-        """Votes (B, G, n - W) of the window's queries."""
-        q = call.q[:, :, -self.record.window :]
-        k = self.keys[:, :, : self.kept[0]]
-        v = self.values[:, :, : self.kept[0]]
-        return votes_of(self.record, q, k, v, **call.options)
+            k = self.keys[:, :, :held]
+            v = self.values[:, :, :held]
+            vote = SnapKVVote(window, self.record.pool)
+            self._keep(vote.select(step.q, k, v, count, **step.options))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import artifacts
 from kernels.copies import on_device
-from runtime.caches.pages import EndPages, Pages
+from runtime.caches.pages import Paging
 from runtime.caches.policy import Policy, grown, write
 from runtime.caches.rotation import Rotation, rotation_of
 from runtime.caches.step import Sinks, Step, View
@@ -57,10 +57,10 @@ class Window(Policy):
         return partial(cls, record.sinks, record.window, rotation)
 
     @classmethod
-    def paged(cls, record: artifacts.Streaming) -> Pages | str:
+    def paged(cls, record: artifacts.Streaming) -> Paging | str:
         """See Policy.paged."""
         if record.positions == "original":
-            return EndPages(record.sinks, record.window)
+            return Paging(front=record.sinks, window=record.window)
         return (
             f"positions is {record.positions!r}, and vLLM rotates keys "
             f"before it caches them: use 'original'"

@@ -60,7 +60,7 @@ class SparseBuilder(_Parent):
         layers = [engine.of(module) for module in modules.values()]
         policies = [layer.policy for layer in layers if layer.policy is not None]
         self._drops = bool(policies)
-        self._splits_at_prompts = any(each.asks_prompts for each in policies)
+        self._splits_at_prompts = any(each.votes for each in policies)
         # vLLM's host has upper bounds of lengths where drafts were verified.
         self._exact = self._drops or (
             engine.filter_decode is not None and drafts_of(vllm_config) > 0

@@ -122,7 +122,7 @@ class Engine:
         first = _rank() * model.num_kv_heads // self.size
         heads = slice(first, first + max(model.num_kv_heads // self.size, 1))
         policies = paged_policies(self.artifact, heads, int(config.scheduler_config.max_num_seqs))
-        self.asks_prompts = any(each.asks_prompts for each in policies.values())
+        self.asks_prompts = any(each.votes for each in policies.values())
         both_ways = bool(getattr(config.model_config, "is_mm_prefix_lm", False))
         for name, module in modules.items():
             number = number_of(name)
@@ -239,7 +239,7 @@ class Engine:
         where = f"kv_cache.layers[{layer.number}]"
         if layer.policy is None:
             raise HeadwiseError(f"{where} drops tokens, but the layer is dense: {layer.why_dense}")
-        if not policy.takes_sinks and getattr(module.impl, "sinks", None) is not None:
+        if policy.votes and getattr(module.impl, "sinks", None) is not None:
             raise HeadwiseError(f"{where} cannot be served: the layer uses attention sinks")
         # vLLM asks each layer itself, and has no option for a layer of another class.
         full_spec = module.get_kv_cache_spec

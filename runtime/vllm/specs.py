@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from artifacts import HeadwiseError
-from runtime.caches.pages import PromptPages
+from runtime.caches.pages import Paging
 
 
 class _OneManager:
@@ -45,9 +45,9 @@ class StreamingSpec(_OneManager, SlidingWindowSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSpec(_OneManager, AttentionSpec):
-    """Every token until a prompt is computed; then its elected part and all that is generated."""
+    """Every token until a prompt is computed; then its selected part and all that is generated."""
 
-    heads: tuple[PromptPages, ...]
+    heads: tuple[Paging, ...]
 
     def pages_of(self, prompt: int) -> int:
         """Pages that hold the part of a prompt that the head with the largest budget keeps."""

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.caches.pages import PromptPages
+from runtime.caches.pages import Paging, Vote
 from runtime.caches.policy import Policy
 from runtime.caches.step import View
 
@@ -43,9 +43,9 @@ def ends(length, size, device):
 
 
 @dataclass(frozen=True)
-class EdgePages(PromptPages):
-    def select(self, q, k, v, *, scale, softcap):
-        rows = ends(k.shape[2], self.budget // 2, k.device)
+class EdgeVote(Vote):
+    def select(self, q, k, v, count, *, logits):
+        rows = ends(k.shape[2], count // 2, k.device)
         return rows.expand(*k.shape[:2], -1)
 
 
@@ -54,7 +54,7 @@ class Edges(Policy):
 
     @classmethod
     def paged(cls, record):
-        return EdgePages(2 * record.size, 1)
+        return Paging(front=2 * record.size, vote=EdgeVote(1))
 
     def view(self, step):
         keys, values = self._add(keys=step.k, values=step.v)
@@ -106,7 +106,7 @@ from artifacts.schema.kv_cache import Edges
 from profiling.caches.parsing import CACHES
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
-from runtime.vllm.policy_host import PagedPrompts, paged_policies
+from runtime.vllm.policy_host import paged_policies
 from tests.conformance.test_cache_policies import test_every_policy_has_a_case
 from tests.runtime.caches.test_new_policy import CONFORMANCE, add
 from tests.runtime.tiny import tiny_model
@@ -136,7 +136,7 @@ assert [layer.mean_kept for layer in cache.layers] == [11, 11]
 
 # vLLM's side.
 (paged, _) = paged_policies(loaded).values()
-assert isinstance(paged, PagedPrompts) and paged.pages[0].left(40) == 10
+assert paged.votes and paged.paging[0].left(40) == 10
 
 # The suite fails without a test case.
 with pytest.raises(AssertionError):

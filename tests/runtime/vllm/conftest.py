@@ -21,7 +21,7 @@ from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.reference import Attention
-from runtime.caches.pages import EndPages
+from runtime.caches.pages import Paging
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine, ServedLayer, number_of
@@ -230,7 +230,7 @@ def serve(
     *,
     number: int = 0,
     metadata: Any = None,
-    gone: EndPages | None = None,
+    gone: Paging | None = None,
 ) -> tuple[list[Tensor], list[Inputs], Any]:
     """Return a layer's outputs (Q, H, D) for each request of a step, its inputs, and the
     metadata.
@@ -249,7 +249,7 @@ def serve(
         slots = slots_of(common.block_table_tensor[i], torch.arange(k_len))
         k, v = put(engine, cache, *torch.randn(2, k_len, G, D), slots)
         if gone is not None:
-            first = -(-gone.sinks // PAGE)
+            first = -(-gone.front // PAGE)
             last = (k_len - (end - start) - gone.window + 1) // PAGE
             between = common.block_table_tensor[i, first : max(first, last)].long()
             cache[between] = poisoned(engine, len(between))
