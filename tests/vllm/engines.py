@@ -140,7 +140,7 @@ class Transformers:
     ) -> list[int]:
         """Return the generated tokens; `chunks` are the lengths of the prompt's chunks."""
         with self._applied(artifact):
-            cache = self._new_cache() if artifact is None else load(artifact).new_cache(self.model)
+            cache = self._new_cache(artifact)
             return self._generate(cache, prompt, chunks or [len(prompt)], tokens)
 
     def verified(
@@ -149,7 +149,7 @@ class Transformers:
         """Return the generated tokens when drafts are verified step by step, in one call with
         the token before them."""
         with self._applied(artifact):
-            cache = self._new_cache()
+            cache = self._new_cache(artifact)
             output = self._generate(cache, prompt, [len(prompt)], 1)
             for drafted in drafts:
                 out = self.model(
@@ -177,18 +177,20 @@ class Transformers:
         """Return the tokens generated for a whole prompt, and for a second that reuses `reused`
         of its keys and values."""
         with self._applied(artifact):
-            cache = self._new_cache()
+            cache = self._new_cache(artifact)
             whole = self._generate(cache, first, [len(first)], tokens)
             if reused:
                 # Keys of generated tokens are removed, too.
                 cache.crop(reused)
                 return whole, self._generate(cache, second, chunks, tokens)
-            return whole, self._generate(self._new_cache(), second, chunks, tokens)
+            return whole, self._generate(self._new_cache(artifact), second, chunks, tokens)
 
-    def _new_cache(self) -> Any:
+    def _new_cache(self, artifact: str | None) -> Any:
         from transformers import DynamicCache
 
-        return DynamicCache(config=self.model.config)
+        if artifact is None:
+            return DynamicCache(config=self.model.config)
+        return load(artifact).new_cache(self.model)
 
     @contextmanager
     def _applied(self, artifact: str | None) -> Iterator[None]:
