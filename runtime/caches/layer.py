@@ -286,7 +286,7 @@ class PolicyLayer(CacheLayerMixin):
             ]
         indices = self._heads[grouped.device]
         for group, index, policy in zip(self.groups, indices, policies, strict=True):
-            own = step.of(
+            own = step.with_states(
                 grouped.index_select(1, index).flatten(1, 2),
                 step.k.index_select(1, index),
                 step.v.index_select(1, index),

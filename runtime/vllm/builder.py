@@ -57,7 +57,7 @@ class SparseBuilder(_Parent):
         self._engine: Engine = engine
         engine.log(get_layers_from_vllm_config(vllm_config, Attention).values())
         modules = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        layers = [engine.of(module) for module in modules.values()]
+        layers = [engine.served(module) for module in modules.values()]
         policies = [layer.policy for layer in layers if layer.policy is not None]
         self._drops = bool(policies)
         self._splits_at_prompts = any(each.votes for each in policies)

@@ -101,7 +101,7 @@ class PagedPolicy:
                 group.rows_read[self.paging] = self._rows(group)
             step.decode(group, group.rows_read[self.paging])
         for chunk in chunks:
-            _, output, _ = step.of(chunk)
+            _, output, _ = step.request(chunk)
             output.copy_(self._in_window(step, chunk))
             step.rescale(output)
 
@@ -123,7 +123,7 @@ class PagedPolicy:
         out, lse = step.dense(chunk, window=window)
         if chunk.k_len <= window or not sinks:
             return out
-        query, _, table = step.of(chunk)
+        query, _, table = step.request(chunk)
         first = torch.arange(sinks, device=query.device)
         slots = table[0].long()[first // step.size], first % step.size
         k = step.k[slots].transpose(0, 1)[None]
@@ -134,7 +134,7 @@ class PagedPolicy:
 
     def _keep_prompt(self, step: LayerStep, chunk: Chunk) -> None:
         """Keep the part of a prompt that its last queries select, if this is its last chunk."""
-        query, _, table = step.of(chunk)
+        query, _, table = step.request(chunk)
         voting = self.voting(int(table[0, 0]), chunk, query)
         if voting is not None:
             self.move(step, voting, chunk)

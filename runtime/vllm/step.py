@@ -83,7 +83,7 @@ class LayerStep:
         """Tokens of a page."""
         return self.k.shape[1]
 
-    def of(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    def request(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and output (1, H, Q, D) of a request, and its pages (1, N)."""
         query = self.query[chunk.queries].transpose(0, 1)[None]
         output = self.output[chunk.queries].transpose(0, 1)[None]
@@ -119,7 +119,7 @@ class LayerStep:
         self, chunk: Chunk, *, window: int | None = None, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Dense attention of a chunk from its pages, see kernels.dense.dense_attention."""
-        query, _, table = self.of(chunk)
+        query, _, table = self.request(chunk)
         return dense_attention(
             *(query, self.k, self.v),
             logits=replace(self.logits, window=window),
@@ -134,6 +134,6 @@ class LayerStep:
         for group in groups:
             self.decode(group)
         for chunk in chunks:
-            _, output, _ = self.of(chunk)
+            _, output, _ = self.request(chunk)
             self.dense(chunk, out=output)
             self.rescale(output)
