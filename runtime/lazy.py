@@ -66,7 +66,7 @@ class NewTokens(LazyTensor):
 
     @staticmethod
     def __new__(cls, layer: Any, new: Tensor, slots: int) -> NewTokens:
-        """Make the tensor without its elements; see LazyTensor.of."""
+        """Make the tensor without its elements; see LazyTensor.empty."""
         tensor = cls.empty((*new.shape[:2], slots, new.shape[3]), new.dtype, new.device)
         tensor.layer = layer
         return tensor

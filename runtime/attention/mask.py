@@ -46,7 +46,7 @@ class PrefillMask(LazyTensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> PrefillMask:
-        """Make the mask without its elements; see LazyTensor.of."""
+        """Make the mask without its elements; see LazyTensor.empty."""
         mask = cls.empty((context.batch, 1, context.q_len, context.k_len), dtype, device)
         mask.context = context
         mask._dense = dense

@@ -34,7 +34,7 @@ def left_of_prompt(budget: int | float, window: int, held: int, seen: int) -> in
 
 @dataclass(frozen=True)
 class Vote(ABC):
-    """A choice of the tokens of a prompt by its last `window` queries, which are kept themselves."""
+    """A choice of a prompt's tokens by its last `window` queries, which are kept themselves."""
 
     window: int
 

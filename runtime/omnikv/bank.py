@@ -483,7 +483,7 @@ class OffloadedTensor(LazyTensor):
 
     @staticmethod
     def __new__(cls, banked: BankedKV, which: int) -> OffloadedTensor:
-        """Make the tensor without its elements; see LazyTensor.of."""
+        """Make the tensor without its elements; see LazyTensor.empty."""
         row = banked.bank.row
         new, batch, _ = banked.rows.shape
         shape = (batch, row.heads, banked.past + new, (row.k_dim, row.v_dim)[which])

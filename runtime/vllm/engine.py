@@ -174,7 +174,9 @@ class Engine:
         """Log one line, once: the sparse ones of these layers, and reasons for the others."""
         if self._reasons:
             return
-        layers = [(each.number, each) for each in map(self.served, modules) if each.number is not None]
+        layers = [
+            (each.number, each) for each in map(self.served, modules) if each.number is not None
+        ]
         self._reasons = grouped((number, each.why_dense or SPARSE) for number, each in layers)
         policies = {number: each.policy for number, each in layers if each.policy is not None}
         roles = {} if self.filter_decode is None else self.filter_decode.selector.roles

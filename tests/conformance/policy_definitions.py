@@ -114,7 +114,9 @@ def snapkv(record: artifacts.SnapKV, head: Head, chunks: list[tuple[int, int]]) 
     return torch.stack(outs, dim=1), retained
 
 
-def _selected(record: artifacts.SnapKV, votes: Tensor, retained: list[int], limit: int) -> list[int]:
+def _selected(
+    record: artifacts.SnapKV, votes: Tensor, retained: list[int], limit: int
+) -> list[int]:
     earlier = retained[: -record.window]
     half = record.pool // 2
     pooled = {}

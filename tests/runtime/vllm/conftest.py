@@ -177,10 +177,10 @@ def engine(ours, stored):
         "ours": ours,
     }
 
-    def of(attention):
+    def served(attention):
         return ServedLayer(number=number_of(attention.layer_name), **layer)
 
-    at_work.of = of
+    at_work.served = served
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {}))
     impl.__dict__.update(_engine=at_work, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))

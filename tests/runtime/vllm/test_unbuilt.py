@@ -15,8 +15,8 @@ from tests.runtime.vllm.conftest import CLOSE, LAYER, D, H, Parent, by_selection
 from tests.runtime.vllm.test_steps import (
     filter_layer,
     layer_of_patterns,
-    layer_that_votes,
     layer_that_streams,
+    layer_that_votes,
 )
 
 
