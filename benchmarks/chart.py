@@ -24,12 +24,13 @@ COMPARED = (
     (SMOLLM2, "smollm2_8192_compared"),
     (QWEN, "qwen_0.5b_4096_compared"),
     (QWEN, "qwen_0.5b_8192_compared"),
+    (QWEN, "qwen_0.5b_16384_compared"),
 )
 DENSE = ("dense", "dense_kernel", "openvino")
 XATTENTION = "xattention_0.95"
 HEADWISE = "headwise"
 # Panels of the chart, by result file.
-CHARTED = ("qwen_0.5b_4096_compared", "qwen_0.5b_8192_compared")
+CHARTED = ("qwen_0.5b_4096_compared", "qwen_0.5b_8192_compared", "qwen_0.5b_16384_compared")
 # Of Okabe and Ito, which color-blind readers can tell apart.
 COLORS = {"dense": "#999999", HEADWISE: "#0072B2", "xattention": "#E69F00", "other": "#CC79A7"}
 COMPARED_CAPTION = """\
@@ -251,40 +252,49 @@ def draw(rows: list[Compared], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(rows), figsize=(9.5, 4), layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(rows), figsize=(4.6 * len(rows), 4), layout="constrained"
+    )
+    # One marker for a method in all panels.
+    labels = dict.fromkeys(_label(method) for row in rows for method in row.methods)
+    markers = dict(zip(labels, "os^vDP*X", strict=False))
+    shown: dict[str, Any] = {}
     for panel, row in zip(panels, rows, strict=True):
-        _draw_panel(panel, row)
+        shown |= _draw_panel(panel, row, markers)
         panel.set_title(f"{row.model}, {row.tokens:,} tokens", fontsize=10)
         panel.set_xlabel("seconds to the first token")
     panels[0].set_ylabel("correct answers lost, 95% interval")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(
+        shown.values(), shown, loc="outside lower center", ncols=len(shown), frameon=False
+    )
     figure.savefig(out, dpi=150)
 
 
-def _draw_panel(panel: Any, row: Compared) -> None:
+def _draw_panel(panel: Any, row: Compared, markers: dict[str, str]) -> dict[str, Any]:
+    """Draw the methods of a result with the markers of their labels; what was drawn, by label."""
     from matplotlib.ticker import PercentFormatter
 
-    markers = iter("os^vDP")
+    drawn = {}
     for method, figures in row.methods.items():
         if figures["seconds"] is None or (method in DENSE and method != row.fastest):
             continue
         loss = {"value": 0.0, "low": 0.0, "high": 0.0}
         if method not in DENSE:
             loss = row.loss(method)
-        panel.errorbar(
+        label = _label(method)
+        drawn[label] = panel.errorbar(
             figures["seconds"]["median"],
             loss["value"],
             yerr=[[loss["value"] - loss["low"]], [loss["high"] - loss["value"]]],
-            fmt=next(markers),
+            fmt=markers[label],
             color=_color(method),
             capsize=3,
-            label=_label(method),
         )
     panel.axhline(0, color="#cccccc", linewidth=0.8, zorder=0)
     panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     panel.margins(x=0.15)
     panel.spines[["top", "right"]].set_visible(False)
+    return drawn
 
 
 def _label(method: str) -> str:
