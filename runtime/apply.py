@@ -130,7 +130,7 @@ class _PlugIns(NamedTuple):
     evicting: Server | None = None
     selected: Mapping[int, Server] = MappingProxyType({})
 
-    def of(self, layer: int) -> tuple[Server, ...]:
+    def for_layer(self, layer: int) -> tuple[Server, ...]:
         """Those of a layer, in the order in which they are asked."""
         own = (self.evicting, self.selected.get(layer))
         return tuple(server for server in own if server is not None)
@@ -199,7 +199,7 @@ def _plan(
     layers = {}
     for number, module in modules.items():
         plan = plans.get(number)
-        own = plug_ins.of(number)
+        own = plug_ins.for_layer(number)
         servers = (*own, serve_step, serve_by_patterns, serve_by_dense_kernel)
         if plan is None:
             servers = (*own, serve_step, serve_by_dense_kernel)
@@ -325,7 +325,12 @@ def _pass_caches(layers: dict[nn.Module, Layer], decode: OmniKV) -> None:
 
 
 class _Name(str):
-    """Name of the attention in a configuration; a copy of that gets the former one."""
+    """Name of the attention in a configuration; a copy of that gets the former one.
+
+    transformers finds an attention function by this name alone, and a configuration is copied and
+    pickled with its values. A plain name would be in copies of the model, to which nothing is
+    applied, and a process without Headwise could not load them.
+    """
 
     former: str
 

@@ -48,9 +48,9 @@ class Step:
         states = [self.q, self.k, self.v]
         if rows is not None:
             states = [x.index_select(0, rows) for x in states]
-        return self.of(*(x[:, :, begin:end] for x in states))
+        return self.with_states(*(x[:, :, begin:end] for x in states))
 
-    def of(self, q: Tensor, k: Tensor, v: Tensor) -> Step:
+    def with_states(self, q: Tensor, k: Tensor, v: Tensor) -> Step:
         """Step with other queries, keys and values."""
         return Step(q=q, k=k, v=v, scale=self.scale, softcap=self.softcap, backend=self.backend)
 

@@ -50,7 +50,7 @@ class SparseImpl(_Parent):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor
     ) -> None:
         """Write keys and values (T, G, D) of a step into their slots (T,)."""
-        served = self._engine.of(layer)
+        served = self._engine.served_layer(layer)
         if not served.ours:
             super().do_kv_cache_update(layer, key, value, kv_cache, slots)
             return
@@ -76,7 +76,7 @@ class SparseImpl(_Parent):
     ) -> Tensor:
         """Attend: query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
         arguments = (layer, query, key, value, kv_cache, attn_metadata, output)
-        served = self._engine.of(layer)
+        served = self._engine.served_layer(layer)
         if not served.owned:
             return super().forward(*arguments, **scales)
         if any(scale is not None for scale in scales.values()):
@@ -169,7 +169,7 @@ class SparseImpl(_Parent):
 
     def _by_patterns(self, plan: LayerPlan, step: LayerStep, chunk: Chunk) -> None:
         """Write the sparse attention of a chunk."""
-        query, out, pages = step.of(chunk)
+        query, out, pages = step.request(chunk)
         table: Tensor | None = pages
         whole = chunk.q_len == chunk.k_len and self.kv_sharing_target_layer_name is None
         if whole and step.own is not None:

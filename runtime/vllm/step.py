@@ -88,7 +88,7 @@ class LayerStep:
         """Options of kernels that add no learned logits: scale and softcap."""
         return {name: self.options[name] for name in ("scale", "softcap")}
 
-    def of(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    def request(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and output (1, H, Q, D) of a request, and its pages (1, N)."""
         query = self.query[chunk.queries].transpose(0, 1)[None]
         output = self.output[chunk.queries].transpose(0, 1)[None]
@@ -122,7 +122,7 @@ class LayerStep:
 
     def dense(self, chunk: Chunk, **more: Any) -> tuple[Tensor, Tensor]:
         """Dense attention of a chunk from its pages, see kernels.dense.dense_attention."""
-        query, _, table = self.of(chunk)
+        query, _, table = self.request(chunk)
         more |= {
             "ragged": Ragged.from_sequences([(0, 0, chunk.q_len, 0, chunk.k_len)]),
             "block_table": table,
@@ -135,6 +135,6 @@ class LayerStep:
         for group in groups:
             self.decode(group)
         for chunk in chunks:
-            _, output, _ = self.of(chunk)
+            _, output, _ = self.request(chunk)
             self.dense(chunk, out=output)
             self.rescale(output)

@@ -110,11 +110,13 @@ def snapkv(record: artifacts.SnapKV, head: Head, chunks: list[tuple[int, int]]) 
             if token >= end - record.window:
                 votes[retained] += weights.sum(0)
         if end - begin >= max(2, record.window):
-            retained = _elected(record, votes, retained, budget(record.budget, end))
+            retained = _selected(record, votes, retained, budget(record.budget, end))
     return torch.stack(outs, dim=1), retained
 
 
-def _elected(record: artifacts.SnapKV, votes: Tensor, retained: list[int], limit: int) -> list[int]:
+def _selected(
+    record: artifacts.SnapKV, votes: Tensor, retained: list[int], limit: int
+) -> list[int]:
     earlier = retained[: -record.window]
     half = record.pool // 2
     pooled = {}

@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import artifacts
 from kernels.decode import MAX_QUERIES
 from kernels.patterns import LayerPlan, make
-from runtime.caches.pages import EndPages
-from runtime.caches.snapkv import SnapKVPages
+from runtime.caches.paging import Paging
+from runtime.caches.snapkv import SnapKV
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import prefills_of, requests_of
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine
 from runtime.vllm.filters import FilterDecode
-from runtime.vllm.policy_host import PagedEnds, PagedPrompts
+from runtime.vllm.policy_host import PagedPolicy
 from runtime.vllm.step import quantised, split_kv, write_kv
 from tests.runtime.vllm.conftest import (
     CLOSE,
@@ -132,18 +132,18 @@ def test_write_kv_pages_return_stored_values(length, padded_pages):
     ("stored", "sinks", "window"), [(None, 4, 50), (EIGHT, 20, 64), (None, 0, 30), (None, 3, 1000)]
 )
 def test_streaming_layers_match_reference(engine, sinks, window):
-    stream = EndPages(sinks, window)
-    engine.layer.update(policy=PagedEnds((stream,)), plan=None)
+    stream = Paging(front=sinks, window=window)
+    engine.layer.update(policy=PagedPolicy((stream,)), plan=None)
     engine.builder._drops = engine.builder._exact = True
     engine.impl.sinks = SINKS
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
-    outputs, inputs, _ = serve(engine, step(*requests), gone=stream)
+    outputs, inputs, _ = serve(engine, step(*requests), paging=stream)
     for out, (q, k, v) in zip(outputs, inputs, strict=True):
         at = torch.arange(len(k))
         expected = []
         for i in range(len(q)):
             last = len(k) - len(q) + i
-            seen = ((at < stream.sinks) | (at > last - stream.window)) & (at <= last)
+            seen = ((at < sinks) | (at > last - window)) & (at <= last)
             # A learned logit is a key without a value.
             logits = torch.einsum("hd,khd->hk", q[i], k[seen].repeat_interleave(H // G, 1))
             both = torch.cat([logits * Parent.scale, SINKS[:, None]], dim=1)
@@ -371,14 +371,15 @@ def layer_of_patterns(engine: Any) -> Common:
 
 
 def layer_that_streams(engine: Any) -> Common:
-    stream = EndPages(4, 256)
-    engine.layer.update(policy=PagedEnds((stream,)), plan=None)
+    stream = Paging(front=4, window=256)
+    engine.layer.update(policy=PagedPolicy((stream,)), plan=None)
     engine.builder._drops = engine.builder._exact = True
     return step((256, 1024))
 
 
-def layer_that_elects(engine: Any) -> Common:
-    snap = PagedPrompts((SnapKVPages(budget=40, window=8, pool=5),) * G, prompts=8)
+def layer_that_selects(engine: Any) -> Common:
+    paging = SnapKV.paging(artifacts.SnapKV(budget=40, window=8, pool=5))
+    snap = PagedPolicy((paging,) * G, prompts=8)
     engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
         _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
@@ -405,7 +406,7 @@ def filter_layer_with_drafts(engine: Any) -> Common:
 LAYERS = [
     layer_of_patterns,
     layer_that_streams,
-    layer_that_elects,
+    layer_that_selects,
     filter_layer,
     filter_layer_with_drafts,
 ]
