@@ -162,7 +162,7 @@ def _bytes(loaded: LoadedModel, method: Method, context: _Context, token: int) -
         past_key_values=cache,
         logits_to_keep=1,
     )
-    return sum(layer.mean_kept for layer in memory_report(cache).layers) * token
+    return sum(layer.mean_cached for layer in memory_report(cache).layers) * token
 
 
 def _of_kvpress(

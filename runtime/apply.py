@@ -325,7 +325,12 @@ def _pass_caches(layers: dict[nn.Module, Layer], decode: OmniKV) -> None:
 
 
 class _Name(str):
-    """Name of the attention in a configuration; a copy of that gets the former one."""
+    """Name of the attention in a configuration; a copy of that gets the former one.
+
+    transformers finds an attention function by this name alone, and a configuration is copied and
+    pickled with its values. A plain name would be in copies of the model, to which nothing is
+    applied, and a process without Headwise could not load them.
+    """
 
     former: str
 

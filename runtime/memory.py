@@ -19,16 +19,16 @@ class LayerMemory(NamedTuple):
     Attributes:
         device: bytes on the device.
         seen: slots, padding included.
-        kept: cached tokens, the most of any head.
-        mean_kept: the mean. A layer in a context bank keeps all tokens there; its bytes are in the
-            report's totals only.
+        cached: cached tokens, the most of any head.
+        mean_cached: the mean. A layer in a context bank keeps all tokens there; its bytes are in
+            the report's totals only.
     """
 
     layer: int
     device: int
     seen: int
-    kept: int
-    mean_kept: float
+    cached: int
+    mean_cached: float
 
 
 class MemoryReport(NamedTuple):
@@ -68,16 +68,16 @@ def memory_report(cache: Cache) -> MemoryReport:
     layers = []
     for number, layer in enumerate(cache.layers):
         seen = int(layer.get_seq_length())
-        kept, mean = _kept(layer, seen)
-        layers.append(LayerMemory(number, _held(layer), seen, kept, mean))
+        cached, mean = _cached(layer, seen)
+        layers.append(LayerMemory(number, _held(layer), seen, cached, mean))
     return MemoryReport(tuple(layers), *cache_bytes(cache))
 
 
-def _kept(layer: CacheLayerMixin, seen: int) -> tuple[int, float]:
+def _cached(layer: CacheLayerMixin, seen: int) -> tuple[int, float]:
     """Tokens that a layer caches: the most of any head, and the mean."""
     policies = getattr(layer, "policies", None)
     if policies is not None:
-        return max((max(policy.kept) for policy in policies), default=0), layer.mean_kept
+        return max((max(policy.cached) for policy in policies), default=0), layer.mean_cached
     if hasattr(layer, "tensors"):
         # It keeps every token.
         return seen, float(seen)

@@ -78,7 +78,7 @@ class RandomEviction(SnapKV):
 
         Equal seeds and n yield equal votes.
         """
-        tokens = self.kept[0]
+        tokens = self.cached[0]
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + tokens)
         votes = torch.rand(
             *call.k.shape[:2],

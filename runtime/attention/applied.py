@@ -14,7 +14,8 @@ from runtime.attention.layer import Layer, Settings
 # For a module to which nothing is applied, such as a copy's: torch's own attention.
 UNAPPLIED_LAYER = Layer(Settings(dense_below=sys.maxsize, dense_by="model"), -1, None)
 
-# Where a module keeps its state: a table of all modules would be part of every compiled graph.
+# Where a module keeps its state: transformers hands the module to its attention function, and
+# nothing of ours. A table of all modules would be part of every compiled graph.
 _ATTRIBUTE = "_headwise_layer"
 # Configurations compare by value and do not hash, so they are held by identity.
 _configs: dict[int, _Applied] = {}

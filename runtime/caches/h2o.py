@@ -4,7 +4,7 @@ Cached tokens are in any order, since a query that sees all keys does not depend
 rotations of their text positions. The last row moves into the row of a dropped token, so that
 memory holds the cached tokens only.
 
-Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, D head dim, E value dim.
+Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens cached, D head dim, E value dim.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 import artifacts
 from kernels.copies import on_device
 from kernels.decode.dropping import EvictCall, ranks
-from runtime.caches.pages import Paging, tokens
+from runtime.caches.paging import Paging, budget_tokens
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step, View
 
@@ -33,7 +33,7 @@ _FEW = 16
 class H2O(Policy):
     """`heavy` tokens with the highest scores and the `recent` latest tokens.
 
-    A call sees all tokens kept before it and, causally, itself, and adds to the scores. Then the
+    A call sees all tokens cached before it and, causally, itself, and adds to the scores. Then the
     lowest scores among the tokens before the latest are dropped: "greedy" after each query
     (Algorithm 1), however tokens come; "top_k" once a call, so that a prompt is attended to in
     full. Scores cannot be taken out of the sums again, so nothing can be cropped.
@@ -47,11 +47,13 @@ class H2O(Policy):
     positions: Tensor
 
     @classmethod
-    def paged(cls, record: artifacts.H2O) -> Paging | str:
-        """See Policy.paged."""
-        return (
-            "it drops other tokens in each head at every step, and vLLM "
-            "frees whole pages of all heads"
+    def paging(cls, record: artifacts.H2O) -> Paging:
+        """See Policy.paging."""
+        return Paging(
+            unsupported_reason=(
+                "it drops other tokens in each head at every step, and vLLM frees whole pages of "
+                "all heads"
+            )
         )
 
     def snapshot(self) -> Self:
@@ -79,10 +81,10 @@ class H2O(Policy):
 
     def _fits(self, more: int) -> bool:
         """True if the budget allows `more` tokens in addition to the cached ones."""
-        return self.kept[0] + more <= self._budget(self.seen[0] + more)
+        return self.cached[0] + more <= self._budget(self.seen[0] + more)
 
     def _budget(self, seen: int) -> int:
-        return tokens(self.record.heavy, seen) + tokens(self.record.recent, seen)
+        return budget_tokens(self.record.heavy, seen) + budget_tokens(self.record.recent, seen)
 
     def view(self, step: Step) -> View:
         """See Policy.view: all tokens."""
@@ -113,17 +115,17 @@ class H2O(Policy):
     def _evict(self, backend: str) -> None:
         """Drop the lowest scores among the tokens before the latest until the budget is kept."""
         keep = [self._budget(seen) for seen in self.seen]
-        latest = [seen - tokens(self.record.recent, seen) for seen in self.seen]
+        latest = [seen - budget_tokens(self.record.recent, seen) for seen in self.seen]
         queries = self.seen if self.record.normalised else None
-        if self.kept[0] - keep[0] > _FEW:
+        if self.cached[0] - keep[0] > _FEW:
             # After many tokens at once, when all sequences are alike.
-            scores = self.scores[:, :, : self.kept[0]]
-            positions = self.positions[:, :, : self.kept[0]]
+            scores = self.scores[:, :, : self.cached[0]]
+            positions = self.positions[:, :, : self.cached[0]]
             ranked = ranks(scores, positions, latest=latest, queries=queries)
             self._keep(ranked.topk(keep[0], dim=2).indices.sort(dim=2).values)
         memory = self.keys, self.values, self.scores, self.positions
-        while any(kept > limit for kept, limit in zip(self.kept, keep, strict=True)):
-            both = list(zip(self.kept, keep, strict=True))
-            rows = [kept if kept > limit else 0 for kept, limit in both]
+        while any(cached > limit for cached, limit in zip(self.cached, keep, strict=True)):
+            both = list(zip(self.cached, keep, strict=True))
+            rows = [cached if cached > limit else 0 for cached, limit in both]
             EvictCall(*memory, rows=rows, latest=latest, queries=queries).run(backend)
-            self.kept = tuple(kept - (kept > limit) for kept, limit in both)
+            self.cached = tuple(cached - (cached > limit) for cached, limit in both)

@@ -156,14 +156,14 @@ class PolicyLayer(CacheLayerMixin):
         return [policy for batch in self._batches for policy in batch.policies]
 
     @property
-    def mean_kept(self) -> float:
+    def mean_cached(self) -> float:
         """Cached tokens, as a mean over sequences and KV heads."""
         total = 0
         count = 0
         for batch in self._batches:
             for group, policy in zip(self.groups, batch.policies, strict=True):
                 heads = 1 if group.heads is None else len(group.heads)
-                total += heads * sum(policy.kept)
+                total += heads * sum(policy.cached)
                 count += heads * len(batch.rows)
         if count:
             return total / count
@@ -228,14 +228,14 @@ class PolicyLayer(CacheLayerMixin):
                 for batch in self._batches
             )
             self._draft = _Draft(call, spans, before, [list(runs) for runs in self._runs])
-        return self._take(call, spans)
+        return self._append(call, spans)
 
     def finish(self) -> None:
         """End a call: all parts were served."""
         self._new = None
 
-    def _take(self, call: Step, spans: Spans) -> Iterable[Part]:
-        """Parts of a call, whose tokens are in the last slots."""
+    def _append(self, call: Step, spans: Spans) -> Iterable[Part]:
+        """Append a call, whose tokens are in the last slots; returns its parts."""
         first = self._slots - call.length
         for runs, (begin, end) in zip(self._runs, spans, strict=True):
             if begin < end:
@@ -319,7 +319,7 @@ class PolicyLayer(CacheLayerMixin):
             for place, row in enumerate(batch.rows):
                 begin, end = spans[row]
                 span = (begin, end) if begin < end else (0, 0)
-                lengths = [(policy.seen[place], policy.kept[place]) for policy in batch.policies]
+                lengths = [(policy.seen[place], policy.cached[place]) for policy in batch.policies]
                 alike.setdefault((span, *lengths), []).append(place)
             if len(alike) == 1:
                 batches.append(batch)
@@ -348,7 +348,7 @@ class PolicyLayer(CacheLayerMixin):
         """True if crop() can take back the last slot."""
         if self._draft is not None or self._slots == 0:
             return True
-        return _keep(self._batches, self._slots, self._slots - 1)
+        return _croppable(self._batches, self._slots, self._slots - 1)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -`tokens_to_remove` slots.
@@ -371,10 +371,10 @@ class PolicyLayer(CacheLayerMixin):
         if left == 0 and removed:
             self._start()
             return
-        if removed and not _keep(self._batches, self._slots, left):
+        if removed and not _croppable(self._batches, self._slots, left):
             draft = self._draft
             before = self._slots - (draft.call.length if draft else 0)
-            if draft is None or (left < before and not _keep(draft.batches, before, left)):
+            if draft is None or (left < before and not _croppable(draft.batches, before, left)):
                 raise HeadwiseError(self._why_not_crop(removed))
             self._repeat(draft, max(left - before, 0))
         self._draft = None
@@ -394,7 +394,7 @@ class PolicyLayer(CacheLayerMixin):
         self._runs = draft.runs
         if length:
             spans = [(min(begin, length), min(end, length)) for begin, end in draft.spans]
-            for part in self._take(draft.call.slots(0, length), spans):
+            for part in self._append(draft.call.slots(0, length), spans):
                 policy = part.policy
                 for step in policy.steps(part.step):
                     view = policy.view(step)
@@ -456,7 +456,7 @@ def _joined(batches: Sequence[_SubBatch]) -> tuple[_SubBatch, ...]:
     return (_SubBatch(tuple(rows), tuple(Policy.join(policies, places) for policies in groups)),)
 
 
-def _keep(batches: Sequence[_SubBatch], slots: int, left: int) -> bool:
+def _croppable(batches: Sequence[_SubBatch], slots: int, left: int) -> bool:
     """True if no policy has dropped tokens since the first `left` slots, which have no padding."""
     return len(batches) == 1 and all(
         seen == slots and settled <= left

@@ -1,7 +1,7 @@
 """Base of all cache policies: memory of some KV heads, what a call sees of it, and what goes.
 
-Shapes: B batch, H query heads, G KV heads, Q new tokens, K keys, n tokens kept, D head dim, E value
-dim.
+Shapes: B batch, H query heads, G KV heads, Q new tokens, K keys, n tokens cached, D head dim, E
+value dim.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, is_inference_mode_enabled, nn
 
 from kernels.copies import on_device
 from runtime.allocator import in_huge_pages
-from runtime.caches.pages import EVERY_PAGE, Paging
+from runtime.caches.paging import Paging
 from runtime.caches.step import Step, View
 
 # Headroom for new tokens in new memory: a minimum, and a fraction of the current size.
@@ -61,13 +61,13 @@ class Policy(ABC):
 
     A policy is a subclass with two rules. `view` takes in a step's tokens (`_add`) and returns the
     keys that its queries see; `update` drops what may go (`_keep`). A step of one token has
-    sequences of any lengths (`_ends`); in a step of more tokens all sequences have seen and kept
+    sequences of any lengths (`_ends`); in a step of more tokens all sequences have seen and cached
     equally many. It may also override
     - `maker`, if it is made of more than its record,
     - `steps`, if tokens may go within a call,
     - `size`, if it knows better how much memory it needs,
     - `snapshot`, if `view` overwrites cached tokens,
-    - `paged`, if vLLM serves it.
+    - `paging`, if vLLM serves it.
     Two hosts serve policies: PolicyLayer (runtime.caches.layer), the cache layer of transformers,
     handles batches of different lengths, beams, drafts, and KV heads with different policies;
     PagedPolicy (runtime.vllm.policy_host) reads vLLM's pages. Add a new policy to POLICIES
@@ -79,9 +79,9 @@ class Policy(ABC):
     Attributes:
         record: the policy in the artifact.
         seen: tokens so far, of each sequence.
-        kept: tokens held of each KV head, of each sequence.
+        cached: tokens cached of each KV head, of each sequence.
         settled: the shortest length that a sequence can be cropped to, since others were dropped.
-        keys: (B, G, size, D); the first `kept` slots of a sequence are valid.
+        keys: (B, G, size, D); the first `cached` slots of a sequence are valid.
         values: (B, G, size, E).
     """
 
@@ -95,7 +95,7 @@ class Policy(ABC):
     def start(self, batch: int) -> Self:
         """Begin with `batch` sequences without tokens."""
         self.seen: tuple[int, ...] = (0,) * batch
-        self.kept: tuple[int, ...] = (0,) * batch
+        self.cached: tuple[int, ...] = (0,) * batch
         self.settled: tuple[int, ...] = (0,) * batch
         return self
 
@@ -105,9 +105,9 @@ class Policy(ABC):
         return partial(cls, record)
 
     @classmethod
-    def paged(cls, record: Any) -> Paging | str:
-        """Where pages hold the kept tokens, or the reason why vLLM cannot serve the policy."""
-        return "there is no vLLM layer for it"
+    def paging(cls, record: Any) -> Paging:
+        """How vLLM's pages hold the cached tokens, or the reason why they cannot."""
+        return Paging(unsupported_reason="there is no vLLM layer for it")
 
     def steps(self, call: Step) -> Iterable[Step]:
         """Split a call where tokens may go; each step is served before the next is made."""
@@ -127,7 +127,7 @@ class Policy(ABC):
         """
 
     def size(self, needed: int) -> int:
-        """Size of new memory, in tokens, where `needed` tokens are kept."""
+        """Size of new memory, in tokens, where `needed` tokens are cached."""
         return with_headroom(needed)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ class Policy(ABC):
     def select(self, rows: Sequence[int]) -> Self:
         """Copy that shares no memory, with these sequences, each as often as it is named."""
         selected = copy.copy(self)
-        for name in ("seen", "kept", "settled"):
+        for name in ("seen", "cached", "settled"):
             setattr(selected, name, tuple(getattr(self, name)[row] for row in rows))
         index = torch.tensor(list(rows), dtype=torch.long, device="cpu")
         for name, tensor in self.tensors().items():
@@ -145,7 +145,7 @@ class Policy(ABC):
         return selected
 
     def snapshot(self) -> Self:
-        """State before a call, to return to it; `view` writes behind the tokens that are kept."""
+        """State before a call, to return to it; `view` writes behind the cached tokens."""
         return copy.copy(self)
 
     @staticmethod
@@ -157,7 +157,7 @@ class Policy(ABC):
             for policy, rows in enumerate(places)
             for row, place in enumerate(rows)
         )
-        for name in ("seen", "kept", "settled"):
+        for name in ("seen", "cached", "settled"):
             lengths = tuple(getattr(policies[policy], name)[row] for _, policy, row in order)
             setattr(joined, name, lengths)
         names = {name for policy in policies for name in policy.tensors()}
@@ -177,33 +177,33 @@ class Policy(ABC):
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens of each sequence, `settled` or more."""
-        lengths = zip(self.kept, self.seen, strict=True)
-        self.kept = tuple(kept - (seen - length) for kept, seen in lengths)
+        lengths = zip(self.cached, self.seen, strict=True)
+        self.cached = tuple(cached - (seen - length) for cached, seen in lengths)
         self.seen = (length,) * len(self.seen)
 
     def _ends(self, device: torch.device) -> Tensor | None:
-        """Tokens kept of each sequence (B,) int32; None where they are equally many."""
-        if len(set(self.kept)) == 1:
+        """Tokens cached of each sequence (B,) int32; None where they are equally many."""
+        if len(set(self.cached)) == 1:
             return None
-        return on_device(self.kept, device, torch.int32)
+        return on_device(self.cached, device, torch.int32)
 
     def _reserve(self, needed: int, **new: Tensor) -> None:
         """Reserve memory for `needed` tokens like `new` (B, G, Q, ...), by attribute."""
         for name, rows in new.items():
             memory = vars(self).get(name, rows[:, :, :0])
-            setattr(self, name, grown(memory, max(self.kept), needed, self.size(needed)))
+            setattr(self, name, grown(memory, max(self.cached), needed, self.size(needed)))
 
     def _add(self, **new: Tensor) -> list[Tensor]:
         """Append new tokens (B, G, Q, ...) by attribute; returns all tokens (B, G, n + Q, ...).
 
         n is that of the sequence with the most.
         """
-        past = self.kept
+        past = self.cached
         count = new["keys"].shape[2]
         longest = max(past) + count
         self._reserve(longest, **new)
         self.seen = tuple(seen + count for seen in self.seen)
-        self.kept = tuple(kept + count for kept in past)
+        self.cached = tuple(cached + count for cached in past)
         held = [vars(self)[name][:, :, :longest] for name in new]
         for memory, rows in zip(held, new.values(), strict=True):
             write(memory, rows, past)
@@ -212,7 +212,7 @@ class Policy(ABC):
     def _keep(self, slots: Tensor) -> None:
         """Keep the tokens in slots (B, G, n), in new memory: that of all others is freed."""
         count = slots.shape[2]
-        self.kept = (count,) * len(self.seen)
+        self.cached = (count,) * len(self.seen)
         for name, tensor in self.tensors().items():
             index = slots
             if tensor.dim() == 4:
@@ -226,9 +226,9 @@ class Full(Policy):
     """Every token, in the order of the text: for layers or KV heads next to others that drop."""
 
     @classmethod
-    def paged(cls, record: Any) -> Paging | str:
-        """See Policy.paged."""
-        return EVERY_PAGE
+    def paging(cls, record: Any) -> Paging:
+        """See Policy.paging."""
+        return Paging()
 
     def view(self, step: Step) -> View:
         """See Policy.view."""

@@ -2,7 +2,7 @@
 
 SnapKV (Li et al. 2024), section 4.
 
-Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, W window, D head dim, E
+Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens cached, W window, D head dim, E
 value dim.
 """
 
@@ -10,53 +10,45 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import artifacts
 from kernels.decode import decode_attention
-from kernels.logits import Logits
-from runtime.caches.pages import Paging, Vote, left_of_prompt
+from runtime.caches.paging import Paging, retained_tokens
 from runtime.caches.policy import Policy
 from runtime.caches.step import Step, View
 
 _log = logging.getLogger("headwise")
 
 
-@dataclass(frozen=True)
-class SnapKVVote(Vote):
-    """Attention of a prompt's last queries to each earlier key, averaged over `pool` neighbors.
+def votes_of(record: artifacts.SnapKV, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attention of the window's queries to each earlier key, averaged over neighbors.
 
-    The ends are padded with zeros; the window's own keys are no neighbors.
+    q (B, H, W, D), k (B, G, n, D), v (B, G, n, E) -> (B, G, n - W). The ends are padded with zeros;
+    the window's own keys are no neighbors. Options are those of decode_attention.
     """
+    result = decode_attention(q, k, v, scores="sum", **options)
+    assert result.scores is not None
+    scores = result.scores[:, :, : k.shape[2] - record.window]
+    return torch.nn.functional.avg_pool1d(scores, record.pool, stride=1, padding=record.pool // 2)
 
-    pool: int
 
-    def select(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        count: int,
-        *,
-        logits: Logits,
-        backend: str = "auto",
-    ) -> Tensor:
-        """See Vote.select: those with most votes, and the window's own."""
-        window = self.window
-        result = decode_attention(
-            q[:, :, -window:], k, v, logits=logits, scores="sum", backend=backend
-        )
-        assert result.scores is not None
-        earlier = k.shape[2] - window
-        scores = result.scores[:, :, :earlier]
-        pool = self.pool
-        votes = torch.nn.functional.avg_pool1d(scores, pool, stride=1, padding=pool // 2)
-        best = votes.topk(count - window, dim=2).indices.sort(dim=2).values
-        own = torch.arange(earlier, earlier + window, device=votes.device)
-        return torch.cat([best, own.expand(*best.shape[:2], -1)], dim=2)
+def select_by_votes(votes: Tensor, count: int, window: int) -> Tensor:
+    """Rows (B, G, count), ascending: those with most votes (B, G, n - W), and the window's own."""
+    earlier = votes.shape[2]
+    best = votes.topk(count - window, dim=2).indices.sort(dim=2).values
+    own = torch.arange(earlier, earlier + window, device=votes.device)
+    return torch.cat([best, own.expand(*best.shape[:2], -1)], dim=2)
+
+
+def select_of_prompt(
+    record: artifacts.SnapKV, q: Tensor, k: Tensor, v: Tensor, count: int, **scoring: Any
+) -> Tensor:
+    """Select tokens of a prompt: see Paging.select."""
+    return select_by_votes(votes_of(record, q, k, v, **scoring), count, record.window)
 
 
 @functools.cache
@@ -82,13 +74,15 @@ class SnapKV(Policy):
     record: artifacts.SnapKV
 
     @classmethod
-    def paged(cls, record: artifacts.SnapKV) -> Paging | str:
-        """See Policy.paged."""
-        return Paging(front=record.budget, vote=SnapKVVote(record.window, record.pool))
+    def paging(cls, record: artifacts.SnapKV) -> Paging:
+        """See Policy.paging."""
+        return Paging(
+            front=record.budget, queries=record.window, select=select_of_prompt, record=record
+        )
 
     def view(self, step: Step) -> View:
         """See Policy.view: all tokens."""
-        first = max(self.kept) == 0
+        first = max(self.cached) == 0
         keys, values = self._add(keys=step.k, values=step.v)
         if step.length == 1:
             return View(keys, values, self._ends(keys.device))
@@ -101,13 +95,17 @@ class SnapKV(Policy):
         window = self.record.window
         if step.length == 1:
             return
-        held = self.kept[0]
-        count = left_of_prompt(self.record.budget, window, held, self.seen[0])
+        held = self.cached[0]
+        count = retained_tokens(self.record.budget, window, held, self.seen[0])
         if count < held and step.length < window:
             if not any(self.settled):
                 _warn_short(window)
         elif count < held:
-            k = self.keys[:, :, :held]
-            v = self.values[:, :, :held]
-            vote = SnapKVVote(window, self.record.pool)
-            self._keep(vote.select(step.q, k, v, count, **step.options))
+            self._keep(select_by_votes(self._votes(step), count, window))
+
+    def _votes(self, call: Step) -> Tensor:
+        """Votes (B, G, n - W) of the window's queries."""
+        q = call.q[:, :, -self.record.window :]
+        k = self.keys[:, :, : self.cached[0]]
+        v = self.values[:, :, : self.cached[0]]
+        return votes_of(self.record, q, k, v, **call.options)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import artifacts
 from kernels.copies import on_device
-from runtime.caches.pages import Paging
+from runtime.caches.paging import Paging
 from runtime.caches.policy import Policy, grown, write
 from runtime.caches.rotation import Rotation, rotation_of
 from runtime.caches.step import Sinks, Step, View
@@ -57,13 +57,15 @@ class Window(Policy):
         return partial(cls, record.sinks, record.window, rotation)
 
     @classmethod
-    def paged(cls, record: artifacts.Streaming) -> Paging | str:
-        """See Policy.paged."""
+    def paging(cls, record: artifacts.Streaming) -> Paging:
+        """See Policy.paging."""
         if record.positions == "original":
             return Paging(front=record.sinks, window=record.window)
-        return (
-            f"positions is {record.positions!r}, and vLLM rotates keys "
-            f"before it caches them: use 'original'"
+        return Paging(
+            unsupported_reason=(
+                f"positions is {record.positions!r}, and vLLM rotates keys before it caches them: "
+                f"use 'original'"
+            )
         )
 
     def view(self, step: Step) -> View:
@@ -107,7 +109,7 @@ class Window(Policy):
     def _count(self, length: int) -> None:
         """Count `length` more tokens of each sequence."""
         self.seen = tuple(seen + length for seen in self.seen)
-        self.kept = tuple(min(seen, self.slots) for seen in self.seen)
+        self.cached = tuple(min(seen, self.slots) for seen in self.seen)
         lengths = zip(self.seen, self.settled, strict=True)
         self.settled = tuple(seen if seen > self.slots else settled for seen, settled in lengths)
 
@@ -129,7 +131,7 @@ class Window(Policy):
             if len(set(shifts)) == 1:
                 shifts = shifts[:1]
             self.keys[:, :, : self.sinks] = self.rotation.shift(self.first, shifts)
-        longest = max(self.kept)
+        longest = max(self.cached)
         ends = self._ends(step.k.device)
         return View(self.keys[:, :, :longest], self.values[:, :, :longest], ends)
 

@@ -19,7 +19,8 @@ from kernels.decode import MAX_QUERIES
 from runtime.attention.chunk import Chunk
 from runtime.attention.context import MIN_QUERIES
 
-# Attribute of vLLM's metadata that holds the Batch of the layers served here.
+# Attribute of vLLM's metadata that holds the Batch of the layers served here: the metadata, of the
+# parent's own class, is all that vLLM hands from a step's builder to its layers.
 KEY = "headwise"
 
 
@@ -31,7 +32,7 @@ class Group(NamedTuple):
         table: (n, N) their pages.
         ends: (n,) int32, their numbers of keys.
         k_len: upper bound of `ends`; None in a step that is captured and replayed for others.
-        rows_read: tokens that layers under a policy read, by policy.
+        rows_read: rows that layers under policies read, by their pagings.
     """
 
     chunks: tuple[Chunk, ...]

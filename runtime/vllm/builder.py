@@ -57,10 +57,10 @@ class SparseBuilder(_Parent):
         self._engine: Engine = engine
         engine.log(get_layers_from_vllm_config(vllm_config, Attention).values())
         modules = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        layers = [engine.served(module) for module in modules.values()]
+        layers = [engine.served_layer(module) for module in modules.values()]
         policies = [layer.policy for layer in layers if layer.policy is not None]
         self._drops = bool(policies)
-        self._splits_at_prompts = any(each.votes for each in policies)
+        self._splits_at_prompts = any(policy.selects for policy in policies)
         # vLLM's host has upper bounds of lengths where drafts were verified.
         self._exact = self._drops or (
             engine.filter_decode is not None and drafts_of(vllm_config) > 0
@@ -70,7 +70,7 @@ class SparseBuilder(_Parent):
         self._owned = any(layer.owned for layer in layers)
         if self._owned:
             engine.counting = engine.counting or self
-        self._gets_prompts = engine.asks_prompts
+        self._gets_prompts = engine.needs_prompts
         if self._gets_prompts:
             # The only way to the lengths of prompts: vLLM passes them to builders for models with a
             # window over generated tokens (R-SWA). It reads this when a layer or a builder is made

@@ -90,7 +90,7 @@ class Engine:
         # By vLLM's names.
         self.layers: dict[str, ServedLayer] = {}
         # True if a layer needs the lengths of prompts.
-        self.asks_prompts = False
+        self.needs_prompts = False
         # Numbers of layers, by how they are served.
         self._reasons: dict[str, str] = {}
         self._plans = make_plans(self.artifact)
@@ -122,7 +122,7 @@ class Engine:
         first = _rank() * model.num_kv_heads // self.size
         heads = slice(first, first + max(model.num_kv_heads // self.size, 1))
         policies = paged_policies(self.artifact, heads, int(config.scheduler_config.max_num_seqs))
-        self.asks_prompts = any(each.votes for each in policies.values())
+        self.needs_prompts = any(policy.selects for policy in policies.values())
         both_ways = bool(getattr(config.model_config, "is_mm_prefix_lm", False))
         for name, module in modules.items():
             number = number_of(name)
@@ -147,7 +147,7 @@ class Engine:
         """The VllmConfig that this was made for; None once vLLM has dropped it."""
         return self._config()
 
-    def served(self, module: Any) -> ServedLayer:
+    def served_layer(self, module: Any) -> ServedLayer:
         """Plan of an attention layer of vLLM."""
         name = module.layer_name
         if name not in self.layers:
@@ -174,9 +174,8 @@ class Engine:
         """Log one line, once: the sparse ones of these layers, and reasons for the others."""
         if self._reasons:
             return
-        layers = [
-            (each.number, each) for each in map(self.served, modules) if each.number is not None
-        ]
+        served = map(self.served_layer, modules)
+        layers = [(each.number, each) for each in served if each.number is not None]
         self._reasons = grouped((number, each.why_dense or SPARSE) for number, each in layers)
         policies = {number: each.policy for number, each in layers if each.policy is not None}
         roles = {} if self.filter_decode is None else self.filter_decode.selector.roles
@@ -241,11 +240,20 @@ class Engine:
         where = f"kv_cache.layers[{layer.number}]"
         if layer.policy is None:
             raise HeadwiseError(f"{where} drops tokens, but the layer is dense: {layer.why_dense}")
-        if policy.votes and getattr(module.impl, "sinks", None) is not None:
+        # A selection counts no learned logits.
+        if policy.selects and getattr(module.impl, "sinks", None) is not None:
             raise HeadwiseError(f"{where} cannot be served: the layer uses attention sinks")
-        # vLLM asks each layer itself, and has no option for a layer of another class.
         full_spec = module.get_kv_cache_spec
-        module.get_kv_cache_spec = lambda config: policy.spec(full_spec(config))
+        longest = self.longest
+
+        def spec(config: Any) -> Any:
+            from runtime.vllm.specs import paged_spec
+
+            return paged_spec(full_spec(config), policy.every, longest)
+
+        # The only way: vLLM asks each layer itself, has no option for a layer of another class, and
+        # asks a backend (customize_spec) without the name of the layer.
+        module.get_kv_cache_spec = spec
 
 
 def number_of(layer_name: str) -> int | None:

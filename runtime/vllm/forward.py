@@ -51,7 +51,7 @@ class SparseImpl(_Parent):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor
     ) -> None:
         """Write keys and values (T, G, D) of a step into their slots (T,)."""
-        served = self._engine.served(layer)
+        served = self._engine.served_layer(layer)
         if not served.ours:
             super().do_kv_cache_update(layer, key, value, kv_cache, slots)
             return
@@ -77,7 +77,7 @@ class SparseImpl(_Parent):
     ) -> Tensor:
         """Attend: query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
         arguments = (layer, query, key, value, kv_cache, attn_metadata, output)
-        served = self._engine.served(layer)
+        served = self._engine.served_layer(layer)
         if not served.owned:
             return super().forward(*arguments, **scales)
         if any(scale is not None for scale in scales.values()):
@@ -179,9 +179,7 @@ class SparseImpl(_Parent):
             step = replace(step, k=k, v=v, v_scale=1.0, logits=self._logits())
             table = None
         logits = step.logits
-        index = plan.build(
-            query, step.k, scale=logits.factor(query.shape[3]), block_table=table, k_len=chunk.k_len
-        )
+        index = plan.build(query, step.k, scale=logits.scale, block_table=table, k_len=chunk.k_len)
         sparse_attention(query, step.k, step.v, index, logits=logits, block_table=table, out=out)
         step.rescale(out)
 

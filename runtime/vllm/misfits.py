@@ -17,7 +17,7 @@ from runtime.fingerprint import compare, config_info
 from runtime.layers import section_faults, why_not_full
 from runtime.omnikv.select import Role
 from runtime.vllm.counters import SPARSE
-from runtime.vllm.policy_host import PagedPolicy, paged_policies, paging_of
+from runtime.vllm.policy_host import PagedPolicy, paged_policies, pagings_of
 
 # Ways to make drafts: without a model, or with one whose layers are the parent's.
 _DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
@@ -43,11 +43,11 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
         yield str(error)
     yield from section_faults(artifact, reasons_by_layer(text, artifact.model.num_layers))
     for name, policy in ({} if artifact.kv_cache is None else artifact.kv_cache.policies).items():
-        if isinstance(reason := POLICIES[policy.kind].paged(policy), str):
+        reason = POLICIES[policy.kind].paging(policy).unsupported_reason
+        if reason is not None:
             yield f"kv_cache.policies.{name} is {policy.kind}: {reason}: {_WITHOUT}"
-    for layer, paging in paging_of(artifact).items():
-        by_head = all(not isinstance(each, str) and each.vote is not None for each in paging)
-        if len(set(paging)) > 1 and not by_head:
+    for layer, pagings in pagings_of(artifact).items():
+        if len(set(pagings)) > 1 and any(paging.select is None for paging in pagings):
             reason = "vLLM's pages hold all heads of a layer; several snapkv policies are served"
             yield f"kv_cache.layers[{layer}] differs by head, and {reason}: {_WITHOUT}"
     if artifact.decode is not None:
@@ -89,7 +89,7 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
     size = int(parallel.tensor_parallel_size)
     yield from misfits(artifact, model.hf_config, model.hf_text_config, size)
     policies = paged_policies(artifact)
-    if model.rswa_window is not None and any(policy.votes for policy in policies.values()):
+    if model.rswa_window is not None and any(policy.selects for policy in policies.values()):
         yield "kv_cache with snapkv is not served for a model that has a window over its replies"
     if policies and drafts == "draft_model":
         # vLLM wants a draft model's layers in one group of its cache, and may spread them there.

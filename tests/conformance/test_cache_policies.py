@@ -119,7 +119,7 @@ def assert_holds(cache: Any, layers: list[Any]) -> None:
         (policy,) = layer.policies
         for row, heads in enumerate(sequences):
             for head, expected in enumerate(heads):
-                held = policy.values[row, head, : policy.kept[row]]
+                held = policy.values[row, head, : policy.cached[row]]
                 assert len(held) == len(expected)
                 held = held[held[:, 0].argsort()]
                 torch.testing.assert_close(held, expected[expected[:, 0].argsort()], **CLOSE)
@@ -348,8 +348,8 @@ def test_policy_kv_head_equals_separate_layer(case, mine, build, keeping, ids):
     # Two query heads share each KV head.
     served = slice(2 * mine, 2 * mine + 2)
     torch.testing.assert_close(found[:, :, served], alone[:, :, served], **CLOSE)
-    retained = [policy.kept[0] for policy in cache.layers[0].policies]
-    assert memory_report(cache).layers[0].mean_kept == sum(retained) / 2
+    retained = [policy.cached[0] for policy in cache.layers[0].policies]
+    assert memory_report(cache).layers[0].mean_cached == sum(retained) / 2
 
 
 def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -377,12 +377,12 @@ def test_policy_memory_equals_retained_tokens(case, sizes, build, keeping, ids):
         fed(model, ids(600), sizes, cache)
     for layer, report in zip(cache.layers, memory_report(cache).layers, strict=True):
         (policy,) = layer.policies
-        (retained,) = policy.kept
+        (retained,) = policy.cached
         headroom = policy.size(retained) - retained
         assert headroom <= max(256, retained // 8)
         # Scores and positions, and sinks as they came, are a few bytes more.
         assert report.device <= 1.02 * token * (retained + headroom) + 4 * token
-        assert report.kept == retained and report.seen == 600
+        assert report.cached == retained and report.seen == 600
         if case in DROPPING:
             assert retained < 250
 
@@ -441,7 +441,7 @@ def test_policy_step_writes_only_its_rows(case, build):
         attend(policy, 1)
         before = {name: tensor.clone() for name, tensor in policy.tensors().items()}
         places = {name: tensor.data_ptr() for name, tensor in policy.tensors().items()}
-        (kept,) = policy.kept
+        (kept,) = policy.cached
         attend(policy, 1)
         for name in ("keys", "values"):
             tensor = policy.tensors()[name]

@@ -104,5 +104,5 @@ def test_memory_report_of_a_plain_cache_counts_its_tokens(build, ids):
     model, cache = build("Llama"), DynamicCache()
     fed(model, ids(40), (39, 1), cache)
     report = memory_report(cache)
-    assert [(layer.seen, layer.kept) for layer in report.layers] == [(40, 40)] * len(cache.layers)
+    assert [(layer.seen, layer.cached) for layer in report.layers] == [(40, 40)] * len(cache.layers)
     assert report.device == sum(x.nbytes for each in cache.layers for x in (each.keys, each.values))

@@ -207,7 +207,7 @@ def test_banked_layer_returns_to_bank_after_edit(build, decoding, ids):
         banked = handle.cache_bytes(cache)
         shorten(cache)
         edited = memory_report(cache)
-        assert edited.bank == 0 and [layer.kept for layer in edited.layers] == [110] * 6
+        assert edited.bank == 0 and [layer.cached for layer in edited.layers] == [110] * 6
         fed(model, ids(2), (1,), cache)
         calls = handle.stats()["decode"]
         fed(model, ids(1), (1,), cache)

@@ -230,7 +230,7 @@ def test_kv_writes_budgets_that_the_runtime_applies(budgeted, tiny_model, by_hea
     with torch.no_grad(), load(own).apply(loaded.model) as handle:
         cache = handle.new_cache()
         loaded.model(ids, past_key_values=cache)
-        retained = [layer.mean_kept for layer in memory_report(cache).layers]
+        retained = [layer.mean_cached for layer in memory_report(cache).layers]
     assert 0.15 <= np.mean(retained) / 800 <= 0.26
 
 

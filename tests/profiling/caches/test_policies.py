@@ -58,7 +58,7 @@ def kept_places(model: LoadedModel, cache: Any, ids: torch.Tensor) -> list[torch
         if layer.is_sliding:
             continue
         (policy,) = layer.policies
-        apart = torch.cdist(policy.keys[0, :, : policy.kept[0]], whole.keys[0])
+        apart = torch.cdist(policy.keys[0, :, : policy.cached[0]], whole.keys[0])
         result.append(apart.argmin(-1))
         assert apart.min(-1).values.max() < 0.05
     return result
@@ -78,8 +78,8 @@ def test_random_eviction_keeps_start_end_and_random_tokens(family):
             after = copy.deepcopy(cache)
             model.model(ids[:, :3], past_key_values=after)
             result.append((cache, output.logits))
-            assert {layer.mean_kept for layer in after.layers if not layer.is_sliding} == {43}
-    sliding = [layer.kept for layer in memory_report(result[0][0]).layers if layer.kept != 40]
+            assert {layer.mean_cached for layer in after.layers if not layer.is_sliding} == {43}
+    sliding = [layer.cached for layer in memory_report(result[0][0]).layers if layer.cached != 40]
     assert sliding == ([16, 16] if family == "Gemma3" else [])
     places = [kept_places(model, cache, ids) for cache, _ in result]
     for layer in places[0]:

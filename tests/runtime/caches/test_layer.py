@@ -55,7 +55,7 @@ def test_chunks_are_as_sparse_as_without_policy(
         cache = handle.new_cache()
         actual = fed(model, tokens, sizes, cache)
         assert handle.stats() == {"sparse": 2 * sparse, "kept": 2 * len(sizes), "dense": {}}
-        assert [layer.kept for layer in memory_report(cache).layers] == [retained, retained]
+        assert [layer.cached for layer in memory_report(cache).layers] == [retained, retained]
         model(tokens[:, :1], past_key_values=cache)
     torch.testing.assert_close(actual, expected, **CLOSE)
 
@@ -190,7 +190,7 @@ def test_crop_removes_generated_tokens_but_not_compressed_prompt(build, keeping,
         )
         with pytest.raises(HeadwiseError, match="cannot take 31 tokens back"):
             cache.crop(-31)
-        assert [layer.kept for layer in memory_report(cache).layers] == [50, 50]
+        assert [layer.cached for layer in memory_report(cache).layers] == [50, 50]
 
 
 def test_crop_removes_uncompressed_prompt(build, keeping, ids):
@@ -200,7 +200,7 @@ def test_crop_removes_uncompressed_prompt(build, keeping, ids):
         fed(model, tokens, (50, 1, 40), cache)
         cache.crop(-60)
         for state in (layer.policies[0] for layer in cache.layers):
-            assert (state.seen, state.kept) == ((40,), (40,))
+            assert (state.seen, state.cached) == ((40,), (40,))
         actual = fed(model, tokens[:, 40:], (10,), cache)
     torch.testing.assert_close(actual, model(tokens).logits[:, 40:], **CLOSE)
 
@@ -261,7 +261,7 @@ def test_snapkv_in_chunks_below_its_window_warns_once(size, build, keeping, ids,
         assert not warnings(), "a short last chunk, and a prompt within the budget"
         fed(model, ids(240), (size,), chunks)
         fed(model, ids(240), (size,), handle.new_cache())
-    kept = [memory_report(cache).layers[0].kept for cache in (whole, chunks)]
+    kept = [memory_report(cache).layers[0].cached for cache in (whole, chunks)]
     assert kept == [140, 240]
     (line,) = warnings()
     assert "snapkv has kept every token: no call was as long as its window of 64 tokens" in line

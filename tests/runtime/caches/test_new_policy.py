@@ -27,11 +27,9 @@ POLICY = {
     "runtime/caches/edges.py": {
         "": '''"""The first and the last tokens of each prompt, and all that is generated."""
 
-from dataclasses import dataclass
-
 import torch
 
-from runtime.caches.pages import Paging, Vote
+from runtime.caches.paging import Paging
 from runtime.caches.policy import Policy
 from runtime.caches.step import View
 
@@ -42,26 +40,23 @@ def ends(length, size, device):
     return torch.cat([at, at + length - size])
 
 
-@dataclass(frozen=True)
-class EdgeVote(Vote):
-    def select(self, q, k, v, count, *, logits):
-        rows = ends(k.shape[2], count // 2, k.device)
-        return rows.expand(*k.shape[:2], -1)
+def select(record, q, k, v, count, *, logits):
+    return ends(k.shape[2], record.size, k.device).expand(*k.shape[:2], -1)
 
 
 class Edges(Policy):
     """Both ends of each prompt."""
 
     @classmethod
-    def paged(cls, record):
-        return Paging(front=2 * record.size, vote=EdgeVote(1))
+    def paging(cls, record):
+        return Paging(front=2 * record.size, select=select, record=record, queries=1)
 
     def view(self, step):
         keys, values = self._add(keys=step.k, values=step.v)
         return View(keys, values, self._ends(keys.device) if step.length == 1 else None)
 
     def update(self, step, scores):
-        (held, *_), size = self.kept, self.record.size
+        (held, *_), size = self.cached, self.record.size
         if step.length > 1 and held > 2 * size:
             self._keep(ends(held, size, step.k.device).expand(*step.k.shape[:2], -1))
 ''',
@@ -132,11 +127,11 @@ with LoadedArtifact(loaded).apply(model) as handle, torch.no_grad():
     cache = handle.new_cache()
     model(torch.arange(3, 43)[None], past_key_values=cache)
     model(torch.tensor([[7]]), past_key_values=cache)
-assert [layer.mean_kept for layer in cache.layers] == [11, 11]
+assert [layer.mean_cached for layer in cache.layers] == [11, 11]
 
 # vLLM's side.
 (paged, _) = paged_policies(loaded).values()
-assert paged.votes and paged.paging[0].left(40) == 10
+assert paged.selects and paged.pagings[0].gap(41, prompt=40) == (10, 40)
 
 # The suite fails without a test case.
 with pytest.raises(AssertionError):

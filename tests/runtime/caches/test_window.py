@@ -100,7 +100,8 @@ def test_prompts_ending_in_earlier_chunk_continue(chunk, build, keeping, ids):
         cache = handle.new_cache()
         actual = fed(model, tokens, (*sizes, 1), cache, attention_mask=real)[:, width:]
     sliding = [layer for layer in cache.layers if layer.is_sliding]
-    assert sliding and all(max(policy.kept) <= W for layer in sliding for policy in layer.policies)
+    policies = [policy for layer in sliding for policy in layer.policies]
+    assert policies and all(max(policy.cached) <= W for policy in policies)
     for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
         expected = model(prompt[None], use_cache=False).logits[0, n:]
         torch.testing.assert_close(actual[row], expected, **CLOSE)
@@ -112,7 +113,7 @@ def test_window_serves_sliding_layers_with_any_policy(build, keeping, ids):
     with keeping(model, Streaming(sinks=4, window=500)).apply(model) as handle:
         cache = handle.new_cache()
         actual = fed(model, tokens, (W + 1, 1), cache)
-        retained = [layer.kept for layer in memory_report(cache).layers]
+        retained = [layer.cached for layer in memory_report(cache).layers]
     # No token has left the wide window yet.
     torch.testing.assert_close(actual, model(tokens, use_cache=False).logits, **CLOSE)
     assert retained == [W, 3 * W, 3 * W]

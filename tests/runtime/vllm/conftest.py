@@ -21,7 +21,7 @@ from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.reference import Attention
-from runtime.caches.pages import Paging
+from runtime.caches.paging import Paging
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine, ServedLayer, number_of
@@ -177,10 +177,10 @@ def engine(ours, stored):
         "ours": ours,
     }
 
-    def served(attention):
+    def served_layer(attention):
         return ServedLayer(number=number_of(attention.layer_name), **layer)
 
-    at_work.served = served
+    at_work.served_layer = served_layer
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {}))
     impl.__dict__.update(_engine=at_work, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
@@ -230,13 +230,13 @@ def serve(
     *,
     number: int = 0,
     metadata: Any = None,
-    gone: Paging | None = None,
+    paging: Paging | None = None,
 ) -> tuple[list[Tensor], list[Inputs], Any]:
     """Return a layer's outputs (Q, H, D) for each request of a step, its inputs, and the
     metadata.
 
     Args:
-        gone: a layer that drops tokens; others own the pages between its first and last ones.
+        paging: of a layer that drops tokens; others own the pages of its gap.
     """
     cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
     query = torch.randn(common.num_actual_tokens, H, D)
@@ -248,9 +248,9 @@ def serve(
         k_len = int(common.seq_lens[i])
         slots = slots_of(common.block_table_tensor[i], torch.arange(k_len))
         k, v = put(engine, cache, *torch.randn(2, k_len, G, D), slots)
-        if gone is not None:
-            first = -(-gone.front // PAGE)
-            last = (k_len - (end - start) - gone.window + 1) // PAGE
+        if paging is not None and paging.window is not None:
+            first = -(-int(paging.front) // PAGE)
+            last = (k_len - (end - start) - paging.window + 1) // PAGE
             between = common.block_table_tensor[i, first : max(first, last)].long()
             cache[between] = poisoned(engine, len(between))
         key[start:end] = k[k_len - (end - start) :]

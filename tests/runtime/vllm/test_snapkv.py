@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import artifacts
 from runtime.attention.chunk import Chunk
-from runtime.caches.pages import Paging
-from runtime.caches.snapkv import SnapKVVote
+from runtime.caches.paging import Paging
+from runtime.caches.snapkv import SnapKV
 from runtime.vllm.policy_host import PagedPolicy
 from tests.runtime.vllm.conftest import (
     CLOSE,
@@ -42,14 +43,14 @@ class Sequence:
         """Return the mask (G, L) of prompt tokens that each KV head retains, in plain torch and
         fp32."""
         n, seen = self.prompt, torch.ones(G, self.prompt, dtype=torch.bool)
-        for head, paging in enumerate(snap.paging):
-            count, window, pool = paging.left(n), paging.vote.window, paging.vote.pool
+        for head, paging in enumerate(snap.pagings):
+            count, window = paging.front_tokens(n), paging.queries
             if count == n:
                 continue
             weights = weights_of(self.q[n - window : n], self.k[:n]).unflatten(0, (G, -1))[head]
             votes = weights.sum((0, 1))[: n - window]
-            padded = torch.nn.functional.pad(votes, (pool // 2,) * 2)
-            means = padded.unfold(0, pool, 1).mean(-1)
+            padded = torch.nn.functional.pad(votes, (paging.record.pool // 2,) * 2)
+            means = padded.unfold(0, paging.record.pool, 1).mean(-1)
             seen[head] = False
             seen[head, means.topk(count - window).indices] = True
             seen[head, n - window :] = True
@@ -94,14 +95,18 @@ def step(
     for s, n in parts:
         s.at += n
         if s.at >= s.prompt:
-            first = -(-max(each.left(s.prompt) for each in snap.paging) // PAGE)
+            first = -(-max(paging.front_tokens(s.prompt) for paging in snap.pagings) // PAGE)
             gone = s.pages[first : max(first, s.prompt // PAGE)].long()
             cache[gone] = poisoned(engine, len(gone))
     return list(output.split(q_lens))
 
 
-A = Paging(front=40, vote=SnapKVVote(window=8, pool=5))
-B = Paging(front=0.4, vote=SnapKVVote(window=20, pool=1))
+def paging(budget: int | float, window: int, pool: int) -> Paging:
+    return SnapKV.paging(artifacts.SnapKV(budget=budget, window=window, pool=pool))
+
+
+A = paging(40, window=8, pool=5)
+B = paging(0.4, window=20, pool=1)
 CUTS = {
     "whole": [[200] + [1] * 40],
     "chunks": [[90, 70, 40] + [1] * 20],
@@ -113,11 +118,11 @@ CUTS = {
 
 
 @pytest.mark.parametrize(
-    ("cuts", "policies", "stored"),
+    ("cuts", "pagings", "stored"),
     [*((cuts, (A, B), None) for cuts in CUTS), ("mixed", (A, A), None), ("mixed", (B, B), EIGHT)],
 )
-def test_snapkv_retained_tokens_and_outputs_match_reference(engine, policies, cuts):
-    snap = PagedPolicy(policies, prompts=8)
+def test_snapkv_retained_tokens_and_outputs_match_reference(engine, pagings, cuts):
+    snap = PagedPolicy(pagings, prompts=8)
     engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
         _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
@@ -142,18 +147,18 @@ def test_snapkv_retained_tokens_and_outputs_match_reference(engine, policies, cu
 
 def test_snapkv_windows_of_aborted_requests_are_freed():
     snap, q = (
-        PagedPolicy((Paging(front=1024, vote=SnapKVVote(window=16, pool=7)),), prompts=2),
+        PagedPolicy((paging(1024, window=16, pool=7),), prompts=2),
         torch.randn(1, H, 20, D),
     )
     for page in range(5):
-        assert snap.voting(page, Chunk(0, 0, 20, 0, 20, 30), q) is None
+        assert snap.last_queries(page, Chunk(0, 0, 20, 0, 20, 30), q) is None
     # Only the last two pages still have their windows.
     last = Chunk(0, 0, 10, 0, 30, 30)
-    voting = [snap.voting(page, last, q[:, :, :10]) for page in (0, 3, 4)]
+    voting = [snap.last_queries(page, last, q[:, :, :10]) for page in (0, 3, 4)]
     assert [part.shape[2] for part in voting if part is not None] == [10, 16, 16]
     # The next request of a page starts from scratch.
-    assert snap.voting(4, Chunk(0, 0, 20, 0, 20, 30), q) is None
-    again = snap.voting(4, Chunk(0, 0, 12, 0, 12, 12), q[:, :, :12])
+    assert snap.last_queries(4, Chunk(0, 0, 20, 0, 20, 30), q) is None
+    again = snap.last_queries(4, Chunk(0, 0, 12, 0, 12, 12), q[:, :, :12])
     assert again is not None and torch.equal(again, q[:, :, :12])
 
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import artifacts
 from kernels.decode import MAX_QUERIES
 from kernels.patterns import LayerPlan, make
-from runtime.caches.pages import Paging
-from runtime.caches.snapkv import SnapKVVote
+from runtime.caches.paging import Paging
+from runtime.caches.snapkv import SnapKV
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import prefills_of, requests_of
 from runtime.vllm.counters import Counters
@@ -137,13 +137,13 @@ def test_streaming_layers_match_reference(engine, sinks, window):
     engine.builder._drops = engine.builder._exact = True
     engine.impl.sinks = SINKS
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
-    outputs, inputs, _ = serve(engine, step(*requests), gone=stream)
+    outputs, inputs, _ = serve(engine, step(*requests), paging=stream)
     for out, (q, k, v) in zip(outputs, inputs, strict=True):
         at = torch.arange(len(k))
         expected = []
         for i in range(len(q)):
             last = len(k) - len(q) + i
-            seen = ((at < stream.front) | (at > last - stream.window)) & (at <= last)
+            seen = ((at < sinks) | (at > last - window)) & (at <= last)
             # A learned logit is a key without a value.
             logits = torch.einsum("hd,khd->hk", q[i], k[seen].repeat_interleave(H // G, 1))
             both = torch.cat([logits * Parent.scale, SINKS[:, None]], dim=1)
@@ -377,8 +377,8 @@ def layer_that_streams(engine: Any) -> Common:
     return step((256, 1024))
 
 
-def layer_that_votes(engine: Any) -> Common:
-    paging = Paging(front=40, vote=SnapKVVote(window=8, pool=5))
+def layer_that_selects(engine: Any) -> Common:
+    paging = SnapKV.paging(artifacts.SnapKV(budget=40, window=8, pool=5))
     snap = PagedPolicy((paging,) * G, prompts=8)
     engine.layer.update(policy=snap, plan=None)
     engine.builder.__dict__.update(
@@ -406,7 +406,7 @@ def filter_layer_with_drafts(engine: Any) -> Common:
 LAYERS = [
     layer_of_patterns,
     layer_that_streams,
-    layer_that_votes,
+    layer_that_selects,
     filter_layer,
     filter_layer_with_drafts,
 ]

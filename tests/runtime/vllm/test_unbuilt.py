@@ -15,8 +15,8 @@ from tests.runtime.vllm.conftest import CLOSE, LAYER, D, H, Parent, by_selection
 from tests.runtime.vllm.test_steps import (
     filter_layer,
     layer_of_patterns,
+    layer_that_selects,
     layer_that_streams,
-    layer_that_votes,
 )
 
 
@@ -67,7 +67,7 @@ def test_layer_whose_kernels_do_not_build_is_left_to_vllm(engine, unbuilt, reque
     assert "its kernel failed to build" in caplog.text
 
 
-@pytest.mark.parametrize("layer", [layer_of_patterns, layer_that_streams, layer_that_votes])
+@pytest.mark.parametrize("layer", [layer_of_patterns, layer_that_streams, layer_that_selects])
 def test_kernels_that_do_not_build_show_in_profiling_run(engine, unbuilt, layer, caplog):
     layer(engine)
     engine.at_work.longest = 1024
