@@ -8,44 +8,48 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import artifacts
 from runtime.caches.paging import Paging
 from runtime.caches.snapkv import SnapKV
-from runtime.vllm.specs import PagedManager, paged_spec
 
 PAGE, LONGEST = 16, 512
-FULL = FullAttentionSpec(block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32)
 STREAM = Paging(front=20, window=50)
 SNAPS = [SnapKV.paging(artifacts.SnapKV(budget=budget, window=8)) for budget in (0.25, 40)]
 
 
-@pytest.fixture
-def manage():
-    """Return manage(pagings, pages): a manager with one request "r", and its pages."""
+def spec_of(pagings: list[Paging]) -> Any:
+    # Not before the other files have set vLLM's environment.
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    def manage(pagings: Any, pages: int) -> tuple[PagedManager, list[Any]]:
-        pool: Any = SimpleNamespace(null_block=None, free_blocks=list)
-        manager = PagedManager(
-            paged_spec(FULL, frozenset(pagings), LONGEST),
-            block_pool=pool,
-            enable_caching=True,
-            kv_cache_group_id=0,
-            scheduler_block_size=PAGE,
-        )
-        held = list(range(pages))
-        manager.req_to_blocks["r"] = held
-        return manager, held
+    from runtime.vllm.specs import paged_spec
 
-    return manage
+    full = FullAttentionSpec(block_size=PAGE, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    return paged_spec(full, frozenset(pagings), LONGEST)
+
+
+def manage(pagings: list[Paging], pages: int) -> tuple[Any, list[Any]]:
+    """Return a manager with one request "r", and its pages."""
+    from runtime.vllm.specs import PagedManager
+
+    pool: Any = SimpleNamespace(null_block=None, free_blocks=list)
+    manager = PagedManager(
+        spec_of(pagings),
+        block_pool=pool,
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=PAGE,
+    )
+    held: list[Any] = list(range(pages))
+    manager.req_to_blocks["r"] = held
+    return manager, held
 
 
 def pages_of(held: list[Any]) -> list[int]:
     return [page for page in held if page is not None]
 
 
-def test_window_frees_pages_behind_the_front(manage):
+def test_window_frees_pages_behind_the_front():
     manager, held = manage([STREAM], 20)
     for computed in range(0, 20 * PAGE, 7):
         manager.remove_skipped_blocks("r", computed, 100)
@@ -54,7 +58,7 @@ def test_window_frees_pages_behind_the_front(manage):
         assert pages_of(held) == sorted({row // PAGE for row in rows})
 
 
-def test_selection_frees_pages_once_prompt_is_computed(manage):
+def test_selection_frees_pages_once_prompt_is_computed():
     # Of 200 tokens one head keeps 50, the other 40: 4 pages. Page 12 holds generated tokens, too.
     manager, held = manage(SNAPS, 14)
     for computed in (0, 100, 199):
@@ -70,7 +74,7 @@ def test_selection_frees_pages_once_prompt_is_computed(manage):
     manager.remove_skipped_blocks("r", 0, 300)
 
 
-def test_window_takes_prompt_that_grows(manage):
+def test_window_takes_prompt_that_grows():
     manager, _ = manage([STREAM], 20)
     manager.remove_skipped_blocks("r", 200, 150)
     manager.remove_skipped_blocks("r", 250, 300)
@@ -86,7 +90,7 @@ def test_window_takes_prompt_that_grows(manage):
     ],
 )
 def test_admission_counts_most_pages_of_a_request(pagings, pages):
-    spec = paged_spec(FULL, frozenset(pagings), LONGEST)
+    spec = spec_of(pagings)
     assert spec.max_admission_blocks_per_request(64, LONGEST) == pages
     config: Any = SimpleNamespace(
         max_in_flight_tokens=64,
@@ -97,8 +101,7 @@ def test_admission_counts_most_pages_of_a_request(pagings, pages):
 
 
 def test_layers_share_a_manager_if_their_heads_drop_the_same():
-    specs = [paged_spec(FULL, frozenset(each), LONGEST) for each in (SNAPS, SNAPS[::-1])]
+    specs = [spec_of(each) for each in (SNAPS, SNAPS[::-1])]
     specs.append(pickle.loads(pickle.dumps(specs[0])))
-    assert specs[0].is_uniform_with_collection(dict(enumerate(specs)))  # type: ignore[arg-type]
-    other = paged_spec(FULL, frozenset(SNAPS[:1]), LONGEST)
-    assert not other.is_uniform_with_collection({"a": specs[0]})
+    assert specs[0].is_uniform_with_collection({str(i): spec for i, spec in enumerate(specs)})
+    assert not spec_of(SNAPS[:1]).is_uniform_with_collection({"a": specs[0]})
