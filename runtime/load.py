@@ -135,7 +135,7 @@ class LoadedArtifact:
         A new token costs its own bytes in it, not a copy of all before; it grows, crops and
         reorders as transformers' own does. Layers under a policy of kv_cache drop tokens and free
         their memory; so do, with that section, layers that slide over a window (a rolling buffer).
-        OmniKV's decode works in any cache, but by the last query alone.
+        A decode section needs such a cache: with any other, decode is dense.
 
         Args:
             model: the model whose cache it is; before the cache is used the artifact has to be

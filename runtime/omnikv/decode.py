@@ -78,6 +78,9 @@ class OmniKV(Selector):
         if role.served_by is not None:
             if selection is None or selection.tokens is None:
                 return None
+            # A user may have cropped or replaced the keys of one layer: its tokens are other ones.
+            if selection.past != k_len - q.shape[2]:
+                return None
             attended = None
             if isinstance(k, OffloadedTensor):
                 attended = k.banked.bank.attended(k.banked)

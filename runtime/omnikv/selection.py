@@ -22,6 +22,7 @@ class Selection:
 
     Attributes:
         tokens: of a decode step, (B, C) int32, ascending and padded; None if there are none.
+        past: of a decode step, the tokens before its new ones; None without `tokens`.
         chunk: for a chunk of a prompt; None if it sees all of its past.
         banks: keys and values of layers that it serves, where they are in CPU memory.
     """
@@ -33,11 +34,13 @@ class Selection:
     def clear(self) -> None:
         """Forget what was selected before."""
         self.tokens: Tensor | None = None
+        self.past: int | None = None
         self.chunk: ChunkSelection | None = None
 
     def select(self, tokens: Tensor, past: int) -> None:
         """Set the tokens of a step; banks start to fetch those of them before `past`."""
         self.tokens = tokens
+        self.past = past
         for bank in self.banks:
             bank.fetch(tokens, past)
 

@@ -257,6 +257,24 @@ def test_reordering_one_banked_layer_raises(build, decoding, ids):
             cache.layers[5].reorder_cache(torch.tensor([0, 0]))
 
 
+@pytest.mark.parametrize("layer", [2, 3], ids=["filter layer", "sparse layer"])
+@pytest.mark.parametrize("offload", ["never", "packed"])
+def test_layers_of_unequal_length_attend_to_all_their_tokens(layer, offload, build, decoding, ids):
+    model = build(**LAYERS)
+
+    def use(cache: Any) -> Tensor:
+        fed(model, ids(LENGTH), (LENGTH,), cache)
+        cache.layers[layer].crop(-50)
+        return fed(model, ids(2, seed=1), (1,), cache)
+
+    expected = use(DynamicCache(config=model.config))
+    loaded = decoding(model, filter_layers=(2,), dense_layers=(0, 1, 4, 5))
+    with loaded.apply(model) as handle:
+        actual = use(handle.new_cache(offload=offload))
+        assert handle.stats()["dense"]["decode"] == 2
+    torch.testing.assert_close(actual, expected, **CLOSE)
+
+
 def test_resetting_one_banked_layer_keeps_the_others(build, decoding, ids):
     model = build(**LAYERS)
 
