@@ -129,15 +129,15 @@ class Context:
         start = self.q_start + begin
         return Context(start, end - begin, self.k_len, ranges, window=self.window)
 
-    def batch_of(self, sequences: tuple[Chunk, ...]) -> tuple[slice | None, Ragged | None]:
+    def rows_of(self, sequences: tuple[Chunk, ...]) -> tuple[slice | None, Ragged | None]:
         """Return slots of the keys (None: all) and Ragged (None: whole rows) of one launch."""
-        batch: tuple[slice | None, Ragged | None] | None = self._cache.get(sequences)
-        if batch is None:
-            batch = self._batch_of(sequences)
-            self._cache[sequences] = batch
-        return batch
+        rows: tuple[slice | None, Ragged | None] | None = self._cache.get(sequences)
+        if rows is None:
+            rows = self._rows_of(sequences)
+            self._cache[sequences] = rows
+        return rows
 
-    def _batch_of(self, sequences: tuple[Chunk, ...]) -> tuple[slice | None, Ragged | None]:
+    def _rows_of(self, sequences: tuple[Chunk, ...]) -> tuple[slice | None, Ragged | None]:
         alike = len(sequences) == self.batch and len({sequence[1:] for sequence in sequences}) == 1
         if not alike or sequences[0].q_len != self.q_len:
             return None, Ragged.from_sequences([sequence[:5] for sequence in sequences])

@@ -121,7 +121,7 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     # sdpa takes queries without a mask for the first of the keys. Here they are the last: a model
     # may have cut them.
     if mask is None and call.causal and q.shape[2] not in (1, k.shape[2]):
-        mask = _seen(q, k)
+        mask = _causal_mask(q, k)
     if eager is None:
         if isinstance(mask, PrefillMask):
             mask = mask.for_dense()
@@ -130,7 +130,7 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     if isinstance(mask, PrefillMask):
         mask = mask.read()
     if mask is None and q.shape[2] > 1 and call.causal:
-        mask = _seen(q, k)
+        mask = _causal_mask(q, k)
     if mask is not None and mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = torch.where(mask, zero, torch.finfo(q.dtype).min)
@@ -148,7 +148,7 @@ def needs_eager(call: Call) -> bool:
     )
 
 
-def _seen(q: Tensor, k: Tensor) -> Tensor:
+def _causal_mask(q: Tensor, k: Tensor) -> Tensor:
     """Causal mask (1, 1, Q, K) of queries that are the last Q of the keys, as booleans."""
     q_len = q.shape[2]
     k_len = k.shape[2]

@@ -252,7 +252,7 @@ def attend_sparse(call: Call, kernel: str) -> Tensor:
     q = call.query
     k = call.key
     v = call.value
-    keys, ragged = context.batch_of(long)
+    keys, ragged = context.rows_of(long)
     if keys is not None:
         k = k[:, :, keys]
         v = v[:, :, keys]
@@ -272,7 +272,7 @@ def attend_by_kernel(call: Call, kernel: str) -> Tensor:
     assert context is not None
     k = call.key
     v = call.value
-    keys, ragged = context.batch_of(context.sequences)
+    keys, ragged = context.rows_of(context.sequences)
     if keys is not None:
         k = k[:, :, keys]
         v = v[:, :, keys]

@@ -212,12 +212,12 @@ class FilterLayer(GrowingLayer):
         # Length of the cache when each row of history was written.
         self._written: list[int] = []
         # Copy of the keys when they were read: the reader may edit them in place.
-        self._seen: Tensor | None = None
+        self._copied: Tensor | None = None
 
     def _read(self, which: int) -> Tensor | None:
         tensor = super()._read(which)
-        if which == 0 and tensor is not None and self.history is not None and self._seen is None:
-            self._seen = tensor.clone()
+        if which == 0 and tensor is not None and self.history is not None and self._copied is None:
+            self._copied = tensor.clone()
         return tensor
 
     def _replace(self, which: int, tensor: Tensor | None) -> None:
@@ -230,9 +230,9 @@ class FilterLayer(GrowingLayer):
     ) -> tuple[Tensor, Tensor]:
         """See GrowingLayer.update."""
         keys = self._stored[0]
-        if self._seen is not None and keys is not None and not torch.equal(self._seen, keys):
+        if self._copied is not None and keys is not None and not torch.equal(self._copied, keys):
             self._forget()
-        self._seen = None
+        self._copied = None
         return super().update(key_states, value_states, *args, **kwargs)
 
     def tensors(self) -> list[Tensor]:
@@ -315,7 +315,7 @@ class BankedLayer(GrowingLayer):
         """See GrowingLayer.batch."""
         if self._banked is None:
             return super().batch
-        return self.bank.batch_of(self.place)
+        return self.bank.batch_size(self.place)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -79,7 +79,8 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
         # A bank is for keys, not for latents.
         keyed = {number for number in plain if not caches_latents(modules[number])}
         layers, selections = _omnikv_layers(decode.omnikv, plain, keyed, offload)
-        # Not of the layers, which users may replace.
+        # On the cache, since users may replace its layers. An attribute of our own on transformers'
+        # class, which reaches attention with each call. Copies and pickles keep it (tests).
         cache.selections = selections
     if section is not None:
         layers |= policy_layers(section, model, modules, has_decode=decode is not None)

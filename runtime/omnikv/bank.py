@@ -141,7 +141,7 @@ class Bank:
         memories = [*self.pages, self.copy_engine.buffer] if self.batch else []
         return sum(memory.untyped_storage().nbytes() for memory in memories)
 
-    def takes(self, k: Tensor, v: Tensor) -> bool:
+    def accepts(self, k: Tensor, v: Tensor) -> bool:
         """True if the bank holds layers like this one: the first layer decides."""
         row = Row(k.shape[1], k.shape[3], v.shape[3], k.dtype)
         if not self.batch:
@@ -150,7 +150,7 @@ class Bank:
 
     def enter(self, layer: int, k: Tensor, v: Tensor) -> bool:
         """Take in a layer with such keys and values, still without tokens; False if it cannot."""
-        if not self.takes(k, v):
+        if not self.accepts(k, v):
             return False
         self._asked[layer] = self._selections
         self._outdated = True
@@ -171,7 +171,7 @@ class Bank:
             self._clear()
         return keys.contiguous(), values.contiguous()
 
-    def batch_of(self, layer: int) -> int:
+    def batch_size(self, layer: int) -> int:
         """Sequences of a layer, which may still have to be asked for the latest selection."""
         if self._asked[layer] == self._selections:
             return self.batch

@@ -104,7 +104,7 @@ class OmniKV(Selector):
             backend=self.backend,
         )
         if result.scores is not None:
-            tokens = self.select_tokens(self.of_all_heads(result.scores), q.shape[2], starts, own)
+            tokens = self.select_tokens(self.max_over_heads(result.scores), q.shape[2], starts, own)
             assert selection is not None
             selection.select(tokens, k_len - q.shape[2])
             self.stats.add(layer, tokens)
@@ -138,7 +138,7 @@ class OmniKV(Selector):
             queries = q[:, :, -min(self.section.window, MAX_QUERIES, q_len) :]
             scores = self._scores(queries, fetched(k), **call.options)[:, :, :past]
             selection.chunk = ChunkSelection.from_scores(
-                self.of_all_heads(scores), count, q_len, firsts, starts
+                self.max_over_heads(scores), count, q_len, firsts, starts
             )
         if role.served_by is None or selection.chunk is None:
             return None
@@ -155,7 +155,7 @@ class OmniKV(Selector):
         for back in range(last, 0, -1):
             ends = torch.full((k.shape[0],), k_len - back + 1, dtype=torch.int32, device=k.device)
             scores = self._scores(q[:, :, q.shape[2] - back, None], k, ends=ends, **call.options)
-            call.scores.remember(self.of_all_heads(scores))
+            call.scores.remember(self.max_over_heads(scores))
 
     def _scores(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
         """Largest probability (B, G, K) of each key over the queries."""

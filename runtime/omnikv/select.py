@@ -153,7 +153,7 @@ class Selector:
             width: C, at most K.
             q_len: new tokens of each sequence.
         """
-        scores = self.of_all_heads(scores)
+        scores = self.max_over_heads(scores)
         budget = self.section.budget
         if isinstance(budget, int):
             counts = torch.full_like(ends, budget)
@@ -164,7 +164,7 @@ class Selector:
         newest = (ends[:, None] - back).clamp_min_(0)
         return _best(scores, newest, width, ends=ends, counts=counts)
 
-    def of_all_heads(self, scores: Tensor) -> Tensor:
+    def max_over_heads(self, scores: Tensor) -> Tensor:
         """Scores (B, K) of all KV heads, over all processes, from this process's (B, G, K)."""
         scores = scores.amax(1).contiguous()
         if self.group is not None:
