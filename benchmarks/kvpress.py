@@ -28,8 +28,8 @@ from artifacts.cli.command import run_command
 from artifacts.errors import shorten
 from profiling.caches.parsing import RANDOM, CacheKind
 from profiling.environment import environment
+from profiling.evaluation.cache_table import CACHES
 from profiling.evaluation.intervals import holm, mean_interval, paired_difference, sign_flip
-from profiling.evaluation.method_table import CACHES
 from profiling.models.loading import LoadedModel, load_model, local_folder
 from profiling.models.packages import PACKAGES
 from profiling.progress import bar
@@ -136,6 +136,8 @@ def _contexts(options: argparse.Namespace, loaded: LoadedModel, task: str) -> It
 def _methods(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[Method]:
     yield of_policy(loaded, KERNEL, None)
     for name, spec in CACHES.items():
+        if spec.policy is None:
+            continue
         policy = spec.policy(options.share, options.length)
         yield of_policy(loaded, name, CacheKind(policy=policy, random=name == RANDOM))
 

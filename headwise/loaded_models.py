@@ -163,7 +163,7 @@ def evaluate(
             memory=False,
             command=_call("evaluate", {"out": str(out), **options}),
         )
-        return run(config, loaded)
+        return run(config, loaded).as_json()
 
 
 def _call(function: str, options: dict[str, Any]) -> str:

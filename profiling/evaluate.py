@@ -21,7 +21,7 @@ def run(config: Config) -> int:
         from profiling.evaluation.measure import OUTPUT
         from profiling.evaluation.report import PAGE, markdown
         from profiling.evaluation.run import run as evaluate
-    record = evaluate(config)
-    print(markdown(record))
+    report = evaluate(config)
+    print(markdown(report))
     print(f"\nwrote {config.out / PAGE} and {config.out / OUTPUT}")
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from artifacts import HeadwiseError
+from artifacts.errors import shorten
 from artifacts.schema.kv_cache import POLICY_KINDS, Policy
 from artifacts.schema.validation import explain
 
@@ -49,19 +50,27 @@ def parse_policy(text: str) -> Policy:
     kind, _, options = text.partition(":")
     if kind not in POLICY_KINDS:
         raise HeadwiseError(f"unknown policy {kind!r}; known: {', '.join(POLICY_KINDS)}")
-    fields: dict[str, Any] = {"kind": kind}
-    for part in filter(None, options.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise HeadwiseError(
-                f"policy {text!r}: {part!r} must be FIELD=VALUE, such as window=1020"
-            )
-        fields[name] = _value(value)
+    fields = {"kind": kind, **fields_of(options)}
     try:
         policy: Policy = TypeAdapter(Policy).validate_python(fields)
     except ValidationError as error:
         raise HeadwiseError(f"policy {text!r}: {explain(error)}") from None
     return policy
+
+
+def fields_of(text: str) -> dict[str, Any]:
+    """Read FIELD=VALUE,...
+
+    Raises:
+        HeadwiseError: a part is not of that form.
+    """
+    fields: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise HeadwiseError(f"{shorten(part)} must be FIELD=VALUE, such as window=1020")
+        fields[name] = _value(value)
+    return fields
 
 
 def _value(text: str) -> int | float | bool | str:

@@ -28,25 +28,23 @@ from runtime.layers import attention_layers, full_layers, text_config
 _NAME = "policy"
 
 
-def with_policy(loaded: LoadedModel, policy: Policy | None) -> LoadedArtifact:
-    """Dense prefill, and one policy for all layers but sliding-window layers.
-
-    Args:
-        loaded: the model that it can be applied to.
-        policy: which tokens a layer retains; None retains all, in a cache without a kv_cache
-            section.
+def everywhere(loaded: LoadedModel, policy: Policy) -> KVCache:
+    """A section with one policy for all layers but sliding-window layers.
 
     Raises:
         HeadwiseError: no layer of the model sees every token, so that none can have a policy.
     """
-    if policy is None:
-        return with_section(loaded, None)
     free = full_layers(attention_layers(loaded.model))
     if not free:
         raise HeadwiseError(f"no layer of {loaded.name} sees every token: none can have a policy")
     layers = range(text_config(loaded.model).num_hidden_layers)
     rows = tuple(_NAME if layer in free else None for layer in layers)
-    return with_section(loaded, KVCache(policies={_NAME: policy}, layers=rows))
+    return KVCache(policies={_NAME: policy}, layers=rows)
+
+
+def with_policy(loaded: LoadedModel, policy: Policy | None) -> LoadedArtifact:
+    """Dense prefill, and one policy wherever there can be one; None is a cache that keeps all."""
+    return with_section(loaded, None if policy is None else everywhere(loaded, policy))
 
 
 def with_section(loaded: LoadedModel, section: KVCache | None) -> LoadedArtifact:

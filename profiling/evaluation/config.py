@@ -24,7 +24,8 @@ from artifacts.cli.arguments import (
     Tasks,
 )
 from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig
-from profiling.evaluation.method_table import CACHES, METHODS, default_methods
+from profiling.evaluation.cache_table import CACHES
+from profiling.evaluation.method_table import METHODS, default_methods
 from profiling.prompts.prompt import DEFAULT_TASKS, parse_task
 
 DEFAULT_METHODS = default_methods(tails=True)
@@ -107,8 +108,8 @@ class Config(CommandConfig):
         tuple[str, ...] | None,
         Arg(
             f"`all`, or some of {' '.join(METHODS)}, NAME-tail without a dense tail, dense+CACHE "
-            f"and headwise+CACHE, with {' '.join(CACHES)} omnikv own (default: "
-            f"{' '.join(DEFAULT_METHODS)})"
+            f"and headwise+CACHE; CACHE is one of {' '.join(CACHES)}, with fields such as "
+            f"snapkv:budget=0.1 (default: {' '.join(DEFAULT_METHODS)})"
         ),
     ] = None
     samples: Annotated[

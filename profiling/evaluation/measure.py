@@ -26,8 +26,8 @@ from profiling.ledger import Ledger, Unit
 from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
-from profiling.prompts.held_out import Seen, seeded_prompts, units
-from profiling.prompts.prompt import KINDS, Prompt, Task, parse_task, per_context
+from profiling.prompts.held_out import Overlap, Seen, seeded_prompts, units
+from profiling.prompts.prompt import KINDS, Fewer, Prompt, Task, parse_task, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.method import Method
 from profiling.quality.sequences import kl_divergence
@@ -65,13 +65,12 @@ class Measured(NamedTuple):
 
     Attributes:
         rows: by length, task, depth and method.
-        seen_by_search: of each task and length whose prompts the search had seen how many.
-        fewer_prompts: of each task and length whose text has too few prompts how many.
+        seen_by_search, fewer_prompts: of each task and length with such prompts.
     """
 
     rows: list[Row]
-    seen_by_search: list[dict[str, Any]]
-    fewer_prompts: list[dict[str, Any]]
+    seen_by_search: list[Overlap]
+    fewer_prompts: list[Fewer]
 
 
 def tasks_of(names: Sequence[str], text: str | None) -> tuple[str, ...]:
@@ -275,21 +274,20 @@ def _units(sets: Sequence[Set]) -> list[list[str]]:
     return [list(islice(rest, len(each.prompts))) for each in sets]
 
 
-def _shortages(sets: Sequence[Set]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _shortages(sets: Sequence[Set]) -> tuple[list[Overlap], list[Fewer]]:
     """Count the prompts of each task and length that the search had seen, and that are missing."""
     places: dict[tuple[str, int], list[Set]] = {}
     for each in sets:
         places.setdefault((each.task, each.length), []).append(each)
-    seen: list[dict[str, Any]] = []
-    fewer: list[dict[str, Any]] = []
+    seen: list[Overlap] = []
+    fewer: list[Fewer] = []
     for (task, length), here in places.items():
         prompts = sum(len(each.prompts) for each in here)
         samples = sum(each.samples for each in here)
-        about = {"task": task, "length": length}
         if overlapping := sum(each.overlapping for each in here):
-            seen.append({**about, "overlapping": overlapping, "samples": prompts})
+            seen.append(Overlap(task, length, overlapping, prompts))
         if prompts < samples:
-            fewer.append({**about, "prompts": prompts, "samples": samples})
+            fewer.append(Fewer(task, length, prompts, samples))
     return seen, fewer
 
 

@@ -1,21 +1,19 @@
-"""Methods that an evaluation knows: prefills in METHODS, and CACHES for either prefill.
+"""Methods that an evaluation compares: ways to prefill, and caches to decode with.
 
-Every sparse method computes the last queries of a prompt densely, as many as the artifact does.
-`NAME-tail` is the same method without this dense tail, with its size fitted separately.
-
-`dense+CACHE` and `headwise+CACHE` are the two prefills with a cache of CACHES, or with a section of
-the artifact.
+`PREFILL`, `PREFILL-tail` without a dense tail, or `PREFILL+CACHE`, such as `dense`,
+`headwise-tail`, `headwise+omnikv` and `dense+snapkv:budget=0.2`. A new method is a function here.
+Imports no torch, so that a wrong option is refused at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from artifacts import H2O, Artifact, SnapKV, Streaming
-from artifacts.schema.kv_cache import Policy
-from profiling.caches.parsing import RANDOM, SINKS
+from artifacts import Artifact, HeadwiseError
+from artifacts.errors import shorten
+from profiling.evaluation.cache_table import CACHES, CacheSpec
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 # Stands for all methods of an artifact.
 ALL_METHODS = "all"
-OMNIKV = "omnikv"
-OWN = "own"
 # The suffix of methods without a dense tail, and the dense tail of methods if the artifact has
 # none.
 NO_TAIL = "-tail"
@@ -33,8 +29,6 @@ TAIL = 64
 
 # Builds a method for prompts of a length, with or without a dense tail.
 Build = Callable[["Methods", int, bool], "Method"]
-# The policy of a cache that retains a fraction of a prompt of a length.
-PolicyOf = Callable[[float, int], Policy]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +50,7 @@ class MethodSpec:
     is_default: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheSpec:
-    """A cache that retains a fraction of the prompt.
-
-    Attributes:
-        decides_prefill: it decides itself how a prompt is attended to: patterns change nothing.
-    """
-
-    description: str
-    policy: PolicyOf
-    decides_prefill: bool = False
-
-
 METHODS: dict[str, MethodSpec] = {}
-CACHES: dict[str, CacheSpec] = {}
 
 
 def method(
@@ -87,20 +67,6 @@ def method(
             is_default=is_default,
         )
         return build
-
-    return register
-
-
-def cache(
-    name: str, description: str, *, decides_prefill: bool = False
-) -> Callable[[PolicyOf], PolicyOf]:
-    """Register the decorated function as a cache."""
-
-    def register(policy: PolicyOf) -> PolicyOf:
-        CACHES[name] = CacheSpec(
-            description=description, policy=policy, decides_prefill=decides_prefill
-        )
-        return policy
 
     return register
 
@@ -146,29 +112,32 @@ def _a_shape(methods: Methods, length: int, tailed: bool) -> Method:
     return methods.single("a_shape", lambda n: {"sink": n, "window": 4 * n}, length, tailed)
 
 
-@cache("snapkv", "of the prompt, the tokens that its last 64 queries select (Li et al. 2024)")
-def _snapkv(share: float, length: int) -> Policy:
-    return SnapKV(budget=max(share * length, 65) / length)
+class Parts(NamedTuple):
+    """A name's way to prefill, whether it has its dense tail, its cache and the cache's fields."""
+
+    prefill: MethodSpec
+    tailed: bool
+    cache: str
+    fields: str
+
+    @property
+    def spec(self) -> CacheSpec | None:
+        """The cache's entry; None without one."""
+        return CACHES.get(self.cache)
 
 
-# runtime's SnapKV with tokens drawn by lot in place of a vote.
-cache(
-    RANDOM,
-    f"of the prompt, the first {SINKS} tokens, the last 64, and a random sample of the others "
-    "(arXiv 2609.03430)",
-)(_snapkv)
-
-
-@cache("h2o", "heavy hitters and the latest tokens (Zhang et al. 2023)", decides_prefill=True)
-def _h2o(share: float, length: int) -> Policy:
-    return H2O(heavy=share / 2, recent=share / 2)
-
-
-@cache(
-    "streaming", "sinks and a window, also during prefill (Xiao et al. 2024)", decides_prefill=True
-)
-def _streaming(share: float, length: int) -> Policy:
-    return Streaming(sinks=SINKS, window=max(round(share * length) - SINKS, 1))
+def parts_of(name: str) -> Parts | None:
+    """Take the name of a method apart; None where its way to prefill or its cache is unknown."""
+    prefill, plus, rest = name.partition("+")
+    cache, _, fields = rest.partition(":")
+    if plus and cache not in CACHES:
+        return None
+    if prefill in METHODS:
+        return Parts(METHODS[prefill], True, cache, fields)
+    kind = prefill.removesuffix(NO_TAIL)
+    if kind in METHODS:
+        return Parts(METHODS[kind], False, cache, fields)
+    return None
 
 
 def default_methods(*, tails: bool) -> tuple[str, ...]:
@@ -186,61 +155,58 @@ def default_methods(*, tails: bool) -> tuple[str, ...]:
     return tuple(names)
 
 
-def method_names(artifact: Artifact, other_artifacts: Iterable[str] = ()) -> tuple[str, ...]:
-    """List all methods of an artifact, dense first.
+def method_names(artifact: Artifact | None, other_artifacts: Iterable[str] = ()) -> tuple[str, ...]:
+    """List all methods of an artifact, dense first, caches without fields.
 
     Args:
-        artifact: the artifact to list the methods of.
+        artifact: the artifact to list the methods of; None for those that need none.
         other_artifacts: other artifacts by name.
     """
     caches = [
-        *CACHES,
-        *([OMNIKV] if artifact.decode else []),
-        *([OWN] if artifact.kv_cache else []),
+        name
+        for name, spec in CACHES.items()
+        if spec.section is None or getattr(artifact, spec.section, None) is not None
     ]
     extra = tuple(name + end for name in other_artifacts for end in ("", NO_TAIL))
-    if not any(artifact.prefill.layers):
+    if artifact is None or not any(artifact.prefill.layers):
         return (MODEL, KERNEL, *(f"{MODEL}+{name}" for name in caches), *extra)
     with_caches: list[str] = []
     for name in caches:
         with_caches.append(f"{MODEL}+{name}")
-        if not decides_prefill(name):
+        if not CACHES[name].decides_prefill:
             with_caches.append(f"{HEADWISE}+{name}")
     without = (name + NO_TAIL for name, spec in METHODS.items() if spec.has_tail)
     return (*METHODS, *without, *with_caches, *extra)
 
 
-def prefill_of(name: str) -> tuple[MethodSpec, bool] | None:
-    """The way to prefill that a name has before its cache, and whether with a dense tail."""
-    prefill = name.partition("+")[0]
-    if prefill in METHODS:
-        return METHODS[prefill], True
-    kind = prefill.removesuffix(NO_TAIL)
-    if kind in METHODS:
-        return METHODS[kind], False
-    return None
+def check_name(name: str, known: Iterable[str]) -> None:
+    """Raise HeadwiseError for a name that is not one of `known`, or whose fields cannot be."""
+    names = tuple(known)
+    plain = name.partition(":")[0] if parts_of(name) else name
+    if name not in names and plain not in names:
+        hint = ""
+        parts = parts_of(name)
+        if parts and parts.spec and parts.spec.decides_prefill:
+            hint = " (that cache decides how prompts are attended to, whatever the patterns)"
+        raise HeadwiseError(f"unknown method {shorten(name)}{hint}; known here: {', '.join(names)}")
+    check_fields(name)
 
 
-def decides_prefill(name: str) -> bool:
-    """True if a cache decides itself how a prompt is attended to."""
-    return name in CACHES and CACHES[name].decides_prefill
+def check_fields(name: str) -> None:
+    """Raise HeadwiseError for fields after a known cache's name that cannot be."""
+    parts = parts_of(name)
+    if parts and parts.spec and parts.fields:
+        parts.spec.check(parts.fields)
 
 
 def says(name: str) -> tuple[str, str]:
     """Describe a method in a line, and name its source."""
-    match = prefill_of(name)
-    assert match is not None
-    spec, tailed = match
-    if cache_name := name.partition("+")[2]:
-        sections = {
-            OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)",
-            OWN: "the artifact's kv_cache section",
-        }
-        description = sections.get(cache_name)
-        if description is None:
-            description = f"cache: {CACHES[cache_name].description}"
-        return f"{spec.description}; {description}", ""
-    if not tailed:
+    parts = parts_of(name)
+    assert parts is not None
+    spec = parts.prefill
+    if parts.spec:
+        return f"{spec.description}; cache: {parts.spec.description}", ""
+    if not parts.tailed:
         return f"{spec.description}, without a dense tail", spec.source
     return spec.description, spec.source
 
@@ -249,7 +215,7 @@ def markdown_table() -> str:
     """The methods and caches as a table of docs/evaluation.md."""
     lines = ["| method | what it computes | source |", "|---|---|---|"]
     lines += [f"| `{name}` | {s.description} | {s.source} |" for name, s in METHODS.items()]
-    lines += ["", "| cache | tokens it keeps |", "|---|---|"]
+    lines += ["", "| cache | tokens that decode reads |", "|---|---|"]
     lines += [f"| `{name}` | {s.description} |" for name, s in CACHES.items()]
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +16,21 @@ from artifacts import (
     HeadwiseError,
     KVCache,
     Pattern,
-    Prefill,
-    SnapKV,
-    Streaming,
     load_pair,
     pattern_name,
 )
 from artifacts.errors import shorten
 from artifacts.schema.kv_cache import Policy
-from profiling.caches.parsing import RANDOM
-from profiling.caches.policies import drawing
+from profiling.caches.policies import drawing, everywhere, with_section
+from profiling.evaluation.cache_table import Cached
 from profiling.evaluation.matching import CALIBRATION_SEED, PatternCosts, Sizes
 from profiling.evaluation.method_table import (
     ALL_METHODS,
-    CACHES,
     NO_TAIL,
-    OMNIKV,
-    OWN,
     TAIL,
-    decides_prefill,
+    check_name,
     method_names,
-    prefill_of,
+    parts_of,
     says,
 )
 from profiling.ledger import Ledger
@@ -45,7 +39,6 @@ from profiling.prompts.held_out import Seen
 from profiling.quality.method import Method, digest
 from profiling.speed.baselines import HEADWISE, MODEL
 from runtime import LoadedArtifact
-from runtime.layers import attention_layers, full_layers
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -84,7 +77,7 @@ class Methods:
         """
         self._loaded = loaded
         self.arrays = dict(arrays or {})
-        self._share = share
+        self.share = share
         self._density = density
         # Evaluate every length sparsely: whether a length is too short is checked elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
@@ -140,19 +133,12 @@ class Methods:
         if name in self._others:
             other, own = self._others[name]
             return replace(other.make(own, length), name=name)
-        if name not in (known := method_names(self.artifact, self._other_methods)):
-            hint = ""
-            if decides_prefill(name.removeprefix(f"{HEADWISE}+")):
-                hint = " (that cache decides how prompts are attended to, whatever the patterns)"
-            raise HeadwiseError(
-                f"unknown method {shorten(name)}{hint}; known for this artifact: {', '.join(known)}"
-            )
-        match = prefill_of(name)
-        assert match is not None
-        spec, tailed = match
-        base = spec.build(self, length, tailed)
-        if cache := name.partition("+")[2]:
-            return self._with_cache(base, name, cache, length)
+        check_name(name, method_names(self.artifact, self._other_methods))
+        parts = parts_of(name)
+        assert parts is not None
+        base = parts.prefill.build(self, length, parts.tailed)
+        if parts.spec:
+            base = self._with_cache(base, parts.cache, parts.spec.build(self, length, parts.fields))
         return replace(base, name=name)
 
     def dense(self, name: str) -> Method:
@@ -230,70 +216,38 @@ class Methods:
             update={"patterns": patterns, "prefill": prefill}
         ), fitted["density"]
 
-    def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
-        if base.name == MODEL:
-            artifact = self._without_patterns()
-        else:
-            artifact = self._patterns_of()
-        density = base.density
-        sizes = ""
-        changed = None
-        retained: float | None = self._share
-        if cache == OMNIKV:
-            assert self.artifact.decode is not None
-            artifact = artifact.model_copy(update={"decode": self.artifact.decode})
-            budget = self.artifact.decode.omnikv.budget
-            if isinstance(budget, float):
-                fraction = budget
-            else:
-                fraction = budget / length
-            retained = min(1.0, fraction)
-            sizes = f"budget {budget}"
-        elif cache == OWN:
-            artifact = artifact.model_copy(update={"kv_cache": self.artifact.kv_cache})
-            retained = None
-            density = None
-        else:
-            policy = CACHES[cache].policy(self._share, length)
-            artifact = artifact.model_copy(update={"kv_cache": self._section(policy)})
-            sizes = ", ".join(
-                f"{key} {value}" for key, value in policy.model_dump(exclude={"kind"}).items()
-            )
-            if isinstance(policy, Streaming):
-                seen = policy.sinks + policy.window
-                density = sum(min(at + 1, seen) for at in range(length)) / (
-                    length * (length + 1) / 2
-                )
-            if cache == RANDOM:
-                assert isinstance(policy, SnapKV)
-                changed = partial(drawing, record=policy)
+    def _with_cache(self, base: Method, kind: str, cached: Cached) -> Method:
+        """A method with a cache of that kind in place of a plain one."""
+        bare = self._bare if base.name == MODEL else self._patterns_of()
+        artifact = bare.model_copy(update=dict(cached.sections))
         identity = _identity(artifact)
-        if changed:
-            identified = digest(identity, RANDOM)
-        else:
-            identified = identity
+        changed = None
+        if cached.drawn is not None:
+            identity = digest(identity, kind)
+            changed = partial(drawing, record=cached.drawn)
+        density = cached.density
+        if isinstance(density, str):
+            density = base.density
         return Method(
-            name=name,
+            name=base.name,
             make=partial(LoadedArtifact, artifact),
             density=density,
-            kept=retained,
-            identity=identified,
+            kept=cached.kept,
+            identity=identity,
             evicts=True,
-            sizes=sizes,
+            sizes=cached.sizes,
+            offload=cached.offload,
             changed=changed,
         )
 
-    def _without_patterns(self) -> Artifact:
-        layers = (None,) * self.artifact.model.num_layers
-        empty = Prefill(dense_below=0, layers=layers)
-        return self._patterns_of().model_copy(update={"patterns": {}, "prefill": empty})
+    def everywhere(self, policy: Policy) -> KVCache:
+        """A section with that policy in all layers that can have one."""
+        return everywhere(self._loaded, policy)
 
-    def _section(self, policy: Policy) -> KVCache:
-        free = full_layers(attention_layers(self._loaded.model))
-        rows = tuple(
-            "all" if layer in free else None for layer in range(self.artifact.model.num_layers)
-        )
-        return KVCache(policies={"all": policy}, layers=rows)
+    @cached_property
+    def _bare(self) -> Artifact:
+        """Of the model, without patterns and sections."""
+        return with_section(self._loaded, None).artifact
 
     def _costs_at(self, length: int) -> PatternCosts:
         if length not in self._costs:
@@ -326,7 +280,7 @@ def beside_of(files: Iterable[Path]) -> dict[str, Pair]:
     for file in files:
         name = file.stem
         own = {name, name + NO_TAIL}
-        if name == ALL_METHODS or prefill_of(name) or rows & own:
+        if name == ALL_METHODS or parts_of(name) or rows & own:
             taken = (rows & own) or {name}
             raise HeadwiseError(
                 f"{shorten(str(file))}: there is a method {min(taken)} already, rename the file"

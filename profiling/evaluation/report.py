@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from artifacts.files import atomic_write
 from profiling.evaluation.measure import OUTPUT
 from profiling.evaluation.method_table import says
-from profiling.evaluation.record import Figures, figures_at, summary_tasks
+from profiling.evaluation.record import Record, as_json
 from profiling.evaluation.rows import MEASURES, PERPLEXITY, SCORE
-from profiling.evaluation.summary import BASELINE
-from profiling.evaluation.tables import (
-    Cell,
-    Table,
-    build_table,
-    column_name,
-    entry_of,
-    number,
-    speedup_of,
-)
+from profiling.evaluation.summary import BASELINE, Estimate
+from profiling.evaluation.tables import Cell, Table, build_table, column_name, number
+from profiling.evaluation.times import row_of
 from profiling.prompts.held_out import overlap_sentence
 from profiling.prompts.prompt import fewer_sentence
 from profiling.speed.baselines import HEADWISE, LABELS, Speedup, sentence, speedup
@@ -39,59 +31,74 @@ _VERDICTS = {
 }
 
 
-def write_report(out: Path, record: dict[str, Any]) -> None:
-    """Add the tables to the record, and write it and its page into a folder."""
-    record["tables"] = [asdict(table) for table in _tables(record)]
-    content = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    atomic_write(out / OUTPUT, content.encode())
-    atomic_write(out / PAGE, page(record).encode())
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A record with its table at each length."""
+
+    record: Record
+    tables: tuple[Table, ...]
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """Build the tables."""
+        tables = (build_table(record, length) for length in record.lengths)
+        return cls(record=record, tables=tuple(tables))
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of evaluation.json."""
+        return {**as_json(self.record), "tables": [asdict(table) for table in self.tables]}
+
+    def write(self, out: Path) -> dict[str, Any]:
+        """Write evaluation.json and the page into a folder; return the former."""
+        content = self.as_json()
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        atomic_write(out / OUTPUT, text.encode())
+        atomic_write(out / PAGE, page(self).encode())
+        return content
 
 
-def markdown(record: Mapping[str, Any]) -> str:
+def markdown(report: Report) -> str:
     """The report as Markdown: sentences and a table of all methods for each length."""
     blocks = []
-    for table in _tables(record):
+    for table in report.tables:
         blocks.append(f"## {table.length:,} tokens")
-        blocks += _sentences(record, table.length)
+        blocks += _sentences(report.record, table.length)
         blocks.append("\n".join(_lines(table)))
         if any(cell.verdict for row in table.rows.values() for cell in row.values()):
             blocks.append("+ better, - worse than dense beyond chance, ? too few prompts to tell")
-    return "\n\n".join([*blocks, *_notes(record)])
+    return "\n\n".join([*blocks, *_notes(report.record)])
 
 
-def page(record: Mapping[str, Any]) -> str:
+def page(report: Report) -> str:
     """The report as one HTML file, which needs no network and no script."""
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader(Path(__file__).parent)
     template = Environment(loader=loader, autoescape=True, trim_blocks=True).get_template(_TEMPLATE)
-    tables = _tables(record)
-    described = {each["name"]: (each["says"], each["source"]) for each in record["methods"]}
-    names = dict.fromkeys(name for table in tables for name in table.rows)
-    settings = record["settings"]
+    record = report.record
+    described = {each.name: (each.says, each.source) for each in record.methods}
+    names = dict.fromkeys(name for table in report.tables for name in table.rows)
+    first = record.config.seed
     return template.render(
         record=record,
+        model=record.artifact.model.name,
         lengths=[
             {
                 "table": table,
                 "sentences": _sentences(record, table.length),
                 "chart": _chart(record, table),
             }
-            for table in tables
+            for table in report.tables
         ],
         methods={name: described.get(name) or says(name) for name in names},
-        columns={name: text for table in tables for name, text in table.columns.items()},
-        seeds=range(settings["seed"], settings["seed"] + settings["seeds"]),
-        searches=[f"{name} {seed}" for name, seed in record["artifact"]["seeds"].items()],
+        columns={name: text for table in report.tables for name, text in table.columns.items()},
+        seeds=range(first, first + record.config.seeds),
+        searches=[f"{name} {seed}" for name, seed in record.seeds.items()],
         notes=_notes(record),
-        environment=[f"{name}: {value}" for name, value in record["environment"].items()],
+        environment=[f"{name}: {value}" for name, value in record.environment.items()],
         marks=_MARKS,
         output=OUTPUT,
     )
-
-
-def _tables(record: Mapping[str, Any]) -> list[Table]:
-    return [build_table(record, length) for length in record["settings"]["lengths"]]
 
 
 def _lines(table: Table) -> list[str]:
@@ -114,27 +121,25 @@ def _lines(table: Table) -> list[str]:
     return [lines[0], "| " + " | ".join(rule) + " |", *lines[1:]]
 
 
-def _sentences(record: Mapping[str, Any], length: int) -> list[str]:
+def _sentences(record: Record, length: int) -> list[str]:
     """Seconds to the first token, of attention alone, then accuracy, as far as measured."""
     sentences = []
-    if timed := entry_of(record["prefill"], HEADWISE, length):
+    if timed := row_of(record.times.prefill, HEADWISE, length):
         sentences.append(
             f"Seconds to the first token of {length:,} tokens: "
-            + _seconds(timed["seconds"], speedup_of(timed))
+            + _seconds(timed.seconds, timed.timed.speedup)
         )
-    if alone := entry_of(record["attention"], HEADWISE, length):
-        dense = {name: [seconds] for name, seconds in alone["dense"].items()}
+    if alone := row_of(record.times.attention, HEADWISE, length):
+        dense = {name: [seconds] for name, seconds in alone.dense.items()}
         sentences.append(
             "Attention alone, index builds included: "
-            + _seconds(alone["seconds"], speedup([alone["seconds"]], dense))
+            + _seconds(alone.seconds, speedup([alone.seconds], dense))
         )
-    figures = figures_at(record, length)
-    for task, measure in summary_tasks(figures):
-        own = figures.get((task, measure, HEADWISE))
-        dense_figure = figures.get((task, measure, BASELINE))
-        if measure in _NAMES and own and dense_figure and own["difference"] is not None:
-            difference = _difference(own, dense_figure)
-            sentences.append(f"{_NAMES[measure]} of {task}: {difference}.")
+    for task, measure in record.columns(length):
+        own = record.estimate(task, measure, HEADWISE, length)
+        baseline = record.estimate(task, measure, BASELINE, length)
+        if measure in _NAMES and own and baseline and own.difference is not None:
+            sentences.append(f"{_NAMES[measure]} of {task}: {_difference(own, baseline)}.")
     return sentences
 
 
@@ -144,59 +149,53 @@ def _seconds(own: float, ratio: Speedup) -> str:
     return f"{dense:.3f} {LABELS[ratio.fastest]}, {own:.3f} Headwise, {sentence(ratio)}."
 
 
-def _difference(own: Mapping[str, Any], dense: Mapping[str, Any]) -> str:
+def _difference(own: Estimate, dense: Estimate) -> str:
     """Both values, the difference with its interval, and the verdict."""
     form = "+.3f"
     units = "questions"
-    if MEASURES[own["measure"]].kind == "perplexity":
+    if MEASURES[own.measure].kind == "perplexity":
         form = "+.1%"
         units = "windows"
     interval = "no interval for one unit"
-    if own["difference_low"] is not None:
-        low, high = (format(own[name], form) for name in ("difference_low", "difference_high"))
-        interval = f"95% interval {low} to {high}"
-    verdict = own["verdict"] or ("few" if own["few"] else "")
+    if own.difference_low is not None and own.difference_high is not None:
+        interval = f"95% interval {own.difference_low:{form}} to {own.difference_high:{form}}"
     return (
-        f"dense {number(dense['value'])}, Headwise {number(own['value'])} "
-        f"of {own['questions']} {units}, "
-        f"difference {own['difference']:{form}}, {interval}: {_VERDICTS[verdict]}"
+        f"dense {number(dense.value)}, Headwise {number(own.value)} "
+        f"of {own.questions} {units}, "
+        f"difference {own.difference:{form}}, {interval}: {_VERDICTS[own.mark]}"
     )
 
 
-def _notes(record: Mapping[str, Any]) -> list[str]:
+def _notes(record: Record) -> list[str]:
     """A sentence for each task with prompts that the search had seen, or with too few."""
     return [
-        *(overlap_sentence(**each) for each in record["seen_by_search"]),
-        *(fewer_sentence(**each) for each in record["fewer_prompts"]),
+        *(overlap_sentence(each) for each in record.seen_by_search),
+        *(fewer_sentence(each) for each in record.fewer_prompts),
     ]
 
 
-def _with_bounds(estimate: Mapping[str, Any]) -> dict[str, Any]:
-    """An estimate whose missing bounds are its value: a bar without width."""
-    own = dict(estimate)
-    for name in ("low", "high"):
-        if own[name] is None:
-            own[name] = own["value"]
-    return own
+def _bounds(estimate: Estimate) -> tuple[float, float]:
+    """The interval; of one unit its value, a bar without width."""
+    if estimate.low is None or estimate.high is None:
+        return estimate.value, estimate.value
+    return estimate.low, estimate.high
 
 
-def _chart(record: Mapping[str, Any], table: Table) -> dict[str, Any] | None:
+def _chart(record: Record, table: Table) -> dict[str, Any] | None:
     """Positions in percent of each method's value and interval in the first column of a task."""
-    figures: Figures = figures_at(record, table.length)
-    columns = summary_tasks(figures)
+    columns = record.columns(table.length)
     if not columns:
         return None
     task, measure = columns[0]
-    bars = [
-        _with_bounds(figures[task, measure, name])
-        for name in record["settings"]["methods"]
-        if (task, measure, name) in figures
+    at_length = [
+        record.estimate(task, measure, name, table.length) for name in record.config.methods
     ]
+    bars = [(each, *_bounds(each)) for each in at_length if each is not None]
     low = 0.0
     high = 1.0
     if MEASURES[measure].kind != "score":
-        low = min(each["low"] for each in bars)
-        high = max(each["high"] for each in bars)
+        low = min(least for _, least, _ in bars)
+        high = max(most for _, _, most in bars)
 
     def percent(value: float) -> float:
         return 100 * (value - low) / (high - low or 1.0)
@@ -204,13 +203,13 @@ def _chart(record: Mapping[str, Any], table: Table) -> dict[str, Any] | None:
     column = column_name(task, measure)
     rows = [
         {
-            "name": each["method"],
-            "left": percent(each["low"]),
-            "width": percent(each["high"]) - percent(each["low"]),
-            "at": percent(each["value"]),
-            "cell": table.rows[each["method"]][column],
+            "name": each.method,
+            "left": percent(least),
+            "width": percent(most) - percent(least),
+            "at": percent(each.value),
+            "cell": table.rows[each.method][column],
         }
-        for each in bars
+        for each, least, most in bars
     ]
     return {
         "column": column,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
+from artifacts import Artifact, HeadwiseError, load_pair, update
 from artifacts.analysis.sections import check_measured
 from artifacts.cli.command import one_process
 from artifacts.files import check_folder, check_writable
@@ -17,10 +17,15 @@ from profiling.evaluation.config import (
     Speed,
 )
 from profiling.evaluation.measure import check_lengths, evaluate, open_ledger, tasks_of
-from profiling.evaluation.method_table import ALL_METHODS, default_methods, method_names
+from profiling.evaluation.method_table import (
+    ALL_METHODS,
+    check_name,
+    default_methods,
+    method_names,
+)
 from profiling.evaluation.methods import Methods, beside_of
-from profiling.evaluation.record import evidence_entries, record_of
-from profiling.evaluation.report import write_report
+from profiling.evaluation.record import Record, evidence_of, record_of
+from profiling.evaluation.report import Report
 from profiling.evaluation.times import Times, measure
 from profiling.ledger import Ledger
 from profiling.models.device import settled
@@ -40,15 +45,12 @@ _QUICK_TASKS = ("line_turns@questions=4", *DEFAULT_TASKS[1:])
 _SPEED_METHODS = (MODEL, HEADWISE)
 
 
-def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
+def run(config: Config, loaded: LoadedModel | None = None) -> Report:
     """Evaluate; write evaluation.json and index.html into the folder, and what else was asked for.
 
     Args:
         config: of the evaluation.
         loaded: the model; None loads the one that the config names.
-
-    Returns:
-        The content of evaluation.json.
 
     Raises:
         HeadwiseError: any error that the user has to correct.
@@ -80,12 +82,13 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         measured = evaluate(quality, loaded, methods, ledger)
         times = _timed(config, quality, loaded, methods, ledger)
     record = record_of(
-        artifact, methods, quality, measured, times, loaded=loaded, command=config.command
+        methods, quality, measured, times, artifact=artifact, loaded=loaded, command=config.command
     )
-    write_report(config.out, record)
+    report = Report.of(record)
+    report.write(config.out)
     if config.attach:
         _attach(config, artifact, record)
-    return record
+    return report
 
 
 def _check(
@@ -107,10 +110,7 @@ def _check(
     if config.attach:
         check_writable(config.configs[0])
     for name in quality.methods:
-        if name not in allowed:
-            raise HeadwiseError(
-                f"unknown method {name!r}; known for this artifact: {', '.join(allowed)}"
-            )
+        check_name(name, allowed)
 
 
 def quality_of(
@@ -185,9 +185,9 @@ def _searched_length(artifact: Artifact) -> int:
 
 def _timed(
     config: Config, quality: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger
-) -> Times | None:
+) -> Times:
     if not config.speed:
-        return None
+        return Times()
     short = config.quick or config.speed_only
     default = Speed.repeats
     if config.speed_only:
@@ -213,13 +213,13 @@ def _timed(
     )
 
 
-def _attach(config: Config, measured: Artifact, record: dict[str, Any]) -> None:
+def _attach(config: Config, measured: Artifact, record: Record) -> None:
     """Write the evidence into the first artifact.
 
     Raises:
         HeadwiseError: the file has another artifact by now.
     """
-    entries = tuple(Measurement(**entry) for entry in evidence_entries(record))
+    entries = evidence_of(record)
 
     def change(now: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
         # An evaluation takes a while, and other commands write into the same file.

@@ -1,5 +1,7 @@
 """Speed of methods next to both dense attentions: prefill, attention, decode.
 
+Shapes: G KV heads, D head dim; batches are of one sequence.
+
 Every method's times are listed with those of dense attention in the same rounds, by the default
 attention and by Headwise's kernel. Speeds of different rounds are never divided by each other.
 """
@@ -10,11 +12,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from profiling.models.loading import LoadedModel
+from profiling.progress import bar
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
@@ -22,11 +26,13 @@ from profiling.speed.latency import interleaved
 from profiling.speed.layer_times import ANCHOR, SDPA, time_layers
 from profiling.speed.layer_times import Timed as Asked
 from runtime.devices import execution_device
-from runtime.layers import make_plans
+from runtime.layers import heads_of, make_plans, text_config
 from runtime.memory import cache_bytes
 
 _TASK = "passkey"
 _SEED = 424_242
+# Tokens of a random prompt that are prefilled at a time.
+_CHUNK = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +41,8 @@ class Timed:
 
     Attributes:
         steps: tokens of a round of decode.
-        cache: bytes of the cache after the prompt.
+        cache: bytes of the cache before the first round, on the model's device.
+        bank: bytes of keys and values in CPU memory.
     """
 
     seconds: tuple[float, ...]
@@ -43,6 +50,7 @@ class Timed:
     kernel: tuple[float, ...]
     steps: int = 1
     cache: int = 0
+    bank: int = 0
 
     @property
     def median(self) -> float:
@@ -63,34 +71,22 @@ def prompt_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def prefill_times(
-    loaded: LoadedModel, methods: Sequence[Method], length: int, *, repeats: int
+    loaded: LoadedModel, methods: Sequence[Method], *, length: int, repeats: int
 ) -> dict[str, Timed]:
     """Time to the first token of a prompt; both dense attentions must be among the methods."""
     model = loaded.model
     ids = prompt_ids(loaded, length)
     current: list[Any] = []
 
-    def entering(method: Method) -> Callable[[], AbstractContextManager[object]]:
-        def enter() -> AbstractContextManager[object]:
-            current[:] = [method.cache(model)]
-            return method.apply(model)
-
-        return enter
+    def enter(method: Method) -> AbstractContextManager[object]:
+        current[:] = [method.cache(model)]
+        return method.apply(model)
 
     def run() -> None:
         model(ids, past_key_values=current[0], use_cache=True, logits_to_keep=1)
 
-    seconds = interleaved(
-        {m.name: entering(m) for m in methods},
-        run,
-        repeats=repeats,
-        device=str(execution_device(model)),
-    )
-    return {m.name: Timed(seconds=tuple(seconds[m.name]), **_dense(seconds)) for m in methods}
-
-
-def _dense(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    return {"model": tuple(seconds[MODEL]), "kernel": tuple(seconds[KERNEL])}
+    seconds = _interleaved(model, methods, enter, run, repeats)
+    return {each.name: Timed(**_rounds(seconds, each.name)) for each in methods}
 
 
 def attention_seconds(
@@ -113,41 +109,103 @@ def attention_seconds(
 
 @torch.no_grad()
 def decode_times(
-    loaded: LoadedModel, methods: Sequence[Method], length: int, *, steps: int, repeats: int
+    loaded: LoadedModel,
+    methods: Sequence[Method],
+    *,
+    fill: Callable[[Method, Any], None],
+    length: int,
+    steps: int,
+    repeats: int,
 ) -> dict[str, Timed]:
-    """Time `steps` tokens after a prompt; both dense attentions must be among the methods."""
+    """Time `steps` tokens of one sequence; both dense attentions must be among the methods.
+
+    Args:
+        loaded: the model.
+        methods: the methods to time, interleaved.
+        fill: puts `length` tokens into a method's new cache, with the method applied.
+        length: tokens in the cache before each round.
+        steps: tokens of a round.
+        repeats: timed rounds.
+    """
     model = loaded.model
-    ids = prompt_ids(loaded, length)
     caches = {}
     held = {}
     for method in methods:
         with method.apply(model):
             caches[method.name] = method.cache(model)
-            model(ids, past_key_values=caches[method.name], use_cache=True, logits_to_keep=1)
-        held[method.name] = cache_bytes(caches[method.name]).device
+            fill(method, caches[method.name])
+        held[method.name] = cache_bytes(caches[method.name])
     current: list[Any] = []
-    token = ids[:, -1:]
+    token = torch.zeros(1, 1, dtype=torch.long, device=execution_device(model))
 
-    def entering(method: Method) -> Callable[[], AbstractContextManager[object]]:
-        def enter() -> AbstractContextManager[object]:
-            current[:] = [caches[method.name]]
-            return method.apply(model)
-
-        return enter
+    def enter(method: Method) -> AbstractContextManager[object]:
+        cache = caches[method.name]
+        extra = cache.get_seq_length() - length
+        if extra and not method.drops:
+            cache.crop(-extra)
+        current[:] = [cache]
+        return method.apply(model)
 
     def run() -> None:
         for _ in range(steps):
             model(token, past_key_values=current[0], use_cache=True)
 
-    seconds = interleaved(
-        {m.name: entering(m) for m in methods},
-        run,
-        repeats=repeats,
-        device=str(execution_device(model)),
-    )
+    seconds = _interleaved(model, methods, enter, run, repeats)
     return {
-        m.name: Timed(
-            seconds=tuple(seconds[m.name]), steps=steps, cache=held[m.name], **_dense(seconds)
+        each.name: Timed(
+            **_rounds(seconds, each.name),
+            steps=steps,
+            cache=held[each.name].device,
+            bank=held[each.name].bank,
         )
-        for m in methods
+        for each in methods
     }
+
+
+def prompted(loaded: LoadedModel, length: int, method: Method, cache: Any) -> None:
+    """Fill a cache by the prefill of a prompt."""
+    ids = prompt_ids(loaded, length)
+    loaded.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def at_random(loaded: LoadedModel, length: int, seed: int, method: Method, cache: Any) -> None:
+    """Fill a cache with random keys and values, the same for every method.
+
+    One that drops tokens is prefilled with random tokens instead, in chunks, as a serving engine
+    does.
+    """
+    model = loaded.model
+    device = execution_device(model)
+    if method.drops:
+        generator = torch.Generator().manual_seed(seed)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = torch.randint(0, vocabulary, (1, length), generator=generator, device="cpu")
+        for part in bar(ids.to(device).split(_CHUNK, dim=1), desc=f"prefill {length}"):
+            model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return
+    config = text_config(model)
+    heads, kv_heads = heads_of(model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    generator = torch.Generator(device).manual_seed(seed)
+    draw = partial(torch.randn, generator=generator, device=device, dtype=model.dtype)
+    for layer in range(config.num_hidden_layers):
+        k, v = (draw(1, kv_heads, length, head_dim) for _ in range(2))
+        cache.update(k, v, layer)
+
+
+def _interleaved(
+    model: Any,
+    methods: Sequence[Method],
+    enter: Callable[[Method], AbstractContextManager[object]],
+    run: Callable[[], None],
+    repeats: int,
+) -> dict[str, list[float]]:
+    """Seconds of `run` by method, of interleaved rounds; entering a method is not timed."""
+    contexts = {each.name: partial(enter, each) for each in methods}
+    return interleaved(contexts, run, repeats=repeats, device=str(execution_device(model)))
+
+
+def _rounds(seconds: Mapping[str, Sequence[float]], name: str) -> dict[str, Any]:
+    """A method's rounds, and those of both dense attentions."""
+    rounds = {"seconds": name, "model": MODEL, "kernel": KERNEL}
+    return {field: tuple(seconds[each]) for field, each in rounds.items()}

@@ -71,6 +71,11 @@ class Estimate:
     few: bool = False
     by_seed: tuple[float, ...] = ()
 
+    @property
+    def mark(self) -> str:
+        """The verdict, or "few" for too few prompts; "" otherwise."""
+        return self.verdict or ("few" if self.few else "")
+
 
 # Rows by method.
 _Methods = dict[str, list[Row]]

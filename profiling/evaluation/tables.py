@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from profiling.evaluation.record import figures_at, summary_tasks
+from profiling.evaluation.record import MethodRow, Record
 from profiling.evaluation.rows import SCORE
-from profiling.evaluation.summary import ALL
+from profiling.evaluation.summary import ALL, Estimate
+from profiling.evaluation.times import DENSE, row_of
 from profiling.prompts.prompt import KINDS, parse_name
-from profiling.speed.baselines import (
-    COLUMNS,
-    HEADWISE,
-    KERNEL,
-    MODEL,
-    Speedup,
-    cells,
-    speedup,
-)
+from profiling.speed.baselines import COLUMNS, HEADWISE, KERNEL, cells
 
 _FIRST_TOKEN = "first token s"
 _ATTENTION = "attention s"
 _DENSITY = "density"
 _KEPT = "kept"
-_TOKENS = "tokens/s"
+_STEP = "ms/token"
 _CACHE = "cache MiB"
+_BANK = "bank MiB"
 _PEAK = "peak MiB"
 # Columns in their order, those of tasks after _KEPT.
 _BEFORE = {
@@ -37,12 +29,11 @@ _BEFORE = {
     _KEPT: "fraction of the prompt's keys and values that decode attends to",
 }
 _AFTER = {
-    _TOKENS: "decoded tokens a second after a prompt of that length",
-    _CACHE: "keys and values after the prompt",
+    _STEP: "milliseconds of a decoded token after so many tokens",
+    _CACHE: "keys and values of these tokens",
+    _BANK: "of which in CPU memory beside the device",
     _PEAK: "peak memory of a prefill on top of the model's",
 }
-# Columns that describe a method, without measurements.
-_SIZES = (_DENSITY, _KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +65,18 @@ class Table:
     rows: dict[str, dict[str, Cell]]
 
 
-def build_table(record: Mapping[str, Any], length: int) -> Table:
+def build_table(record: Record, length: int) -> Table:
     """Make the table of a record at one length."""
-    figures = figures_at(record, length)
-    tasks = {column_name(*place): place for place in summary_tasks(figures)}
+    tasks = {column_name(*place): place for place in record.columns(length)}
     rows = {}
-    for method in _methods_at(record, length):
-        name = method["name"]
+    for name, method in _methods_at(record, length).items():
         row = _times(record, name, length)
         for column, (task, measure) in tasks.items():
-            if estimate := figures.get((task, measure, name)):
+            if estimate := record.estimate(task, measure, name, length):
                 row[column] = _cell(estimate)
         if not row:
             continue
-        for column in _SIZES:
-            if method[column] is not None:
-                row[column] = Cell(text=number(method[column]))
+        row |= _sizes(method)
         rows[name] = row
     columns = {**_BEFORE, **{name: _described(*place) for name, place in tasks.items()}, **_AFTER}
     present = {column for row in rows.values() for column in row}
@@ -114,17 +101,6 @@ def number(value: float) -> str:
     return f"{value:,.1f}"
 
 
-def entry_of(entries: list[dict[str, Any]], name: str, length: int) -> dict[str, Any] | None:
-    """The entry of a method at a length; None where there is none."""
-    wanted = (name, length)
-    return next((each for each in entries if (each["method"], each["length"]) == wanted), None)
-
-
-def speedup_of(timed: Mapping[str, Any]) -> Speedup:
-    """The speed-up of an entry of `prefill` or `decode`."""
-    return speedup(timed["rounds"], timed["dense_rounds"])
-
-
 def _described(task: str, measure: str) -> str:
     """Describe the column of a task's measure."""
     if task == ALL:
@@ -135,50 +111,62 @@ def _described(task: str, measure: str) -> str:
     return f"{kind.asks}; {kind.scored if measure == SCORE else measure}"
 
 
-def _methods_at(record: Mapping[str, Any], length: int) -> list[dict[str, Any]]:
-    """List the methods at a length, Headwise's dense kernel after the default where timed."""
-    methods = [each for each in record["methods"] if each["length"] == length]
-    timed = {each["method"] for each in record["prefill"] if each["length"] == length}
-    if KERNEL in timed and all(each["name"] != KERNEL for each in methods):
-        methods.insert(1, {"name": KERNEL, "length": length, _DENSITY: 1.0, _KEPT: 1.0})
-    return methods
+def _methods_at(record: Record, length: int) -> dict[str, MethodRow | None]:
+    """The methods by name, in their order; Headwise's dense kernel is second where it was timed."""
+    described = {each.name: each for each in record.methods if each.length == length}
+    names = list(dict.fromkeys((*described, *record.config.methods)))
+    rows = (*record.times.prefill, *record.times.decode)
+    if KERNEL not in names and row_of(rows, KERNEL, length):
+        names.insert(1, KERNEL)
+    return {name: described.get(name) for name in names}
 
 
-def _times(record: Mapping[str, Any], name: str, length: int) -> dict[str, Cell]:
+def _sizes(method: MethodRow | None) -> dict[str, Cell]:
+    """Cells that describe a method, without measurements."""
+    if method is None:
+        return {}
+    sizes = {_DENSITY: method.density, _KEPT: method.kept}
+    return {name: Cell(text=number(size)) for name, size in sizes.items() if size is not None}
+
+
+def _times(record: Record, name: str, length: int) -> dict[str, Cell]:
     """Return the cells of a method's measured times."""
+    times = record.times
     texts: dict[str, str] = {}
-    if timed := entry_of(record["prefill"], name, length):
-        texts[_FIRST_TOKEN] = f"{timed['seconds']:.3f}"
-        texts |= zip(COLUMNS, cells(speedup_of(timed)), strict=True)
+    prefill = row_of(times.prefill, name, length)
+    decode = row_of(times.decode, name, length)
+    if prefill:
+        texts[_FIRST_TOKEN] = f"{prefill.seconds:.3f}"
+    if timed := prefill or decode:
+        texts |= zip(COLUMNS, cells(timed.timed.speedup), strict=True)
     if seconds := _attention(record, name, length):
         texts[_ATTENTION] = f"{seconds:.3f}"
-    if decoded := entry_of(record["decode"], name, length):
-        texts[_TOKENS] = f"{decoded['tokens_per_second']:.1f}"
-        texts[_CACHE] = _mebibytes(decoded["cache_bytes"])
-    if peak := entry_of(record["memory"], name, length):
-        texts[_PEAK] = _mebibytes(peak["bytes"])
+    if decode:
+        texts[_STEP] = f"{1e3 * decode.seconds:.2f}"
+        texts[_CACHE] = _mebibytes(decode.timed.cache + decode.timed.bank)
+        if decode.timed.bank:
+            texts[_BANK] = _mebibytes(decode.timed.bank)
+    if peak := row_of(times.memory, name, length):
+        texts[_PEAK] = _mebibytes(peak.bytes)
     return {column: Cell(text=text) for column, text in texts.items()}
 
 
-def _attention(record: Mapping[str, Any], name: str, length: int) -> float | None:
+def _attention(record: Record, name: str, length: int) -> float | None:
     """Seconds of attention alone by a method; of dense attention those of Headwise's rounds."""
-    is_dense = name in (MODEL, KERNEL)
-    own = entry_of(record["attention"], HEADWISE if is_dense else name, length)
+    is_dense = name in DENSE
+    own = row_of(record.times.attention, HEADWISE if is_dense else name, length)
     if own is None:
         return None
-    seconds: float | None = own["dense"].get(name) if is_dense else own["seconds"]
-    return seconds
+    return own.dense.get(name) if is_dense else own.seconds
 
 
-def _cell(estimate: Mapping[str, Any]) -> Cell:
-    bounds: dict[str, str] = {}
-    if estimate["low"] is not None:
-        bounds = {name: number(estimate[name]) for name in ("low", "high")}
-    return Cell(
-        text=number(estimate["value"]),
-        verdict=estimate["verdict"] or ("few" if estimate["few"] else ""),
-        **bounds,
-    )
+def _cell(estimate: Estimate) -> Cell:
+    text = number(estimate.value)
+    if estimate.low is None or estimate.high is None:
+        return Cell(text=text, verdict=estimate.mark)
+    low = number(estimate.low)
+    high = number(estimate.high)
+    return Cell(text=text, verdict=estimate.mark, low=low, high=high)
 
 
 def _mebibytes(value: int) -> str:

@@ -1,11 +1,15 @@
-"""Speed part of an evaluation; measurements are kept in the resume file."""
+"""Speed part of an evaluation; measurements are kept in the resume file.
+
+Methods are timed in rounds with both dense attentions. Those of other rounds, on a busier machine,
+are put on one scale: that of Headwise's dense kernel in its last rounds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from profiling.environment import environment
 from profiling.evaluation.config import Speed
@@ -16,6 +20,7 @@ from profiling.evaluation.speed import (
     attention_seconds,
     decode_times,
     prefill_times,
+    prompted,
 )
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
@@ -25,27 +30,88 @@ from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 from runtime.devices import execution_device
 
 # Both are timed in the same rounds as whatever is compared with them.
-_DENSE = (MODEL, KERNEL)
+DENSE = (MODEL, KERNEL)
 # Whose decode differs from dense attention's only by Headwise's own growing cache: one of them is
 # enough.
-_PLAIN = (*_DENSE, HEADWISE)
+_PLAIN = (*DENSE, HEADWISE)
 # Increment if the stored form of a measurement changes.
-_VERSION = 3
+_VERSION = 4
+
+
+class _At(Protocol):
+    @property
+    def method(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+
+
+_Row = TypeVar("_Row", bound=_At)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeRow:
+    """Times of a method at a length, of a prefill or of a step of decode.
+
+    Attributes:
+        seconds: of a prefill, or of a token, on the scale of all rows of that length.
+        timed: the rounds, with those of dense attention.
+    """
+
+    method: str
+    length: int
+    seconds: float
+    timed: Timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRow:
+    """Seconds of attention alone by a method with patterns, and by dense attention beside it."""
+
+    method: str
+    length: int
+    seconds: float
+    dense: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """Peak bytes of a prefill on top of the model's."""
+
+    method: str
+    length: int
+    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Measurements by (method, length); memory in bytes.
+    """All measured times of an evaluation."""
 
-    Attributes:
-        attention: seconds of attention alone, by name: a method with patterns, and both dense
-            attentions timed with it.
+    prefill: tuple[TimeRow, ...] = ()
+    attention: tuple[AttentionRow, ...] = ()
+    decode: tuple[TimeRow, ...] = ()
+    memory: tuple[MemoryRow, ...] = ()
+
+
+def row_of(rows: Iterable[_Row], method: str, length: int) -> _Row | None:
+    """The row of a method at a length; None where there is none."""
+    return next((row for row in rows if (row.method, row.length) == (method, length)), None)
+
+
+def time_rows(times: Mapping[str, Timed], length: int) -> list[TimeRow]:
+    """Rows of the times at one length, by method, on the scale of Headwise's dense kernel.
+
+    A method's seconds are its ratio to that kernel in its own rounds, times the kernel's seconds.
     """
-
-    prefill: dict[tuple[str, int], Timed]
-    attention: dict[tuple[str, int], dict[str, float]]
-    decode: dict[tuple[str, int], Timed]
-    memory: dict[tuple[str, int], int]
+    dense = times[KERNEL].median
+    return [
+        TimeRow(
+            method=name,
+            length=length,
+            seconds=timed.median * (dense / timed.speedup.over[KERNEL] / timed.median),
+            timed=timed,
+        )
+        for name, timed in times.items()
+    ]
 
 
 def measure(
@@ -69,111 +135,123 @@ def measure(
         revision: its revision.
         again: measure times that the resume file has, too.
     """
-    return _Clock(config, loaded, methods, ledger, again).run(
-        lambda m, at: peak_of(loaded, m, at, spec=spec, revision=revision)
+    device = execution_device(loaded.model)
+    where = "/".join([*environment(device).values(), str(loaded.model.dtype), str(device)])
+    stored = _Stored(ledger, where, again)
+    repeats = config.repeats
+    rounds = f"{repeats}/{config.steps}"
+    longest = max(config.lengths)
+    result = _Lists()
+    total = (2 + config.decode) * len(config.lengths) + config.memory
+    with phase("speed", total, "measurements") as shown:
+        for length in config.lengths:
+            made = [methods.make(name, length) for name in dict.fromkeys((*DENSE, *config.methods))]
+            prefills = stored.timed(
+                f"prefill/{rounds}",
+                made,
+                length,
+                partial(prefill_times, loaded, length=length, repeats=repeats),
+            )
+            result.prefill += time_rows(prefills, length)
+            shown.update()
+            result.attention += stored.attention(loaded, made, length)
+            shown.update()
+            if config.decode:
+                steps = stored.timed(
+                    f"decode/{rounds}",
+                    [each for each in made if each.evicts or each.name in _PLAIN],
+                    length,
+                    partial(
+                        decode_times,
+                        loaded,
+                        fill=partial(prompted, loaded, length),
+                        length=length,
+                        steps=config.steps,
+                        repeats=repeats,
+                    ),
+                )
+                result.decode += time_rows(steps, length)
+                shown.update()
+            if config.memory and length == longest:
+                for method in made:
+                    peak = partial(peak_of, loaded, method, length, spec=spec, revision=revision)
+                    held = stored.once(stored.unit("memory", length, method), peak)
+                    result.memory.append(MemoryRow(method=method.name, length=length, bytes=held))
+                shown.update()
+    return Times(
+        prefill=tuple(result.prefill),
+        attention=tuple(result.attention),
+        decode=tuple(result.decode),
+        memory=tuple(result.memory),
     )
 
 
-class _Clock:
-    """One run of measurements."""
+@dataclass
+class _Lists:
+    prefill: list[TimeRow] = field(default_factory=list)
+    attention: list[AttentionRow] = field(default_factory=list)
+    decode: list[TimeRow] = field(default_factory=list)
+    memory: list[MemoryRow] = field(default_factory=list)
 
-    def __init__(
-        self, config: Speed, loaded: LoadedModel, methods: Methods, ledger: Ledger, again: bool
-    ) -> None:
-        self._config = config
-        self._loaded = loaded
-        self._methods = methods
-        self._ledger = ledger
-        self._again = again
-        device = execution_device(loaded.model)
-        where = [*environment(device).values(), str(loaded.model.dtype), str(device)]
-        self._where = "/".join(where)
 
-    def run(self, peak: Callable[[Method, int], int]) -> Times:
-        config = self._config
-        longest = max(self._config.lengths)
-        prefill: dict[tuple[str, int], Timed] = {}
-        decode: dict[tuple[str, int], Timed] = {}
-        memory: dict[tuple[str, int], int] = {}
-        attention: dict[tuple[str, int], dict[str, float]] = {}
-        total = (2 + config.decode) * len(config.lengths) + config.memory
-        with phase("speed", total, "measurements") as shown:
-            for length in config.lengths:
-                methods = [
-                    self._methods.make(name, length)
-                    for name in dict.fromkeys((*_DENSE, *config.methods))
-                ]
-                prefill |= self._timed("prefill", methods, length)
-                shown.update()
-                attention |= self._attention(methods, length)
-                shown.update()
-                if config.decode:
-                    decode |= self._timed(
-                        "decode", [m for m in methods if m.evicts or m.name in _PLAIN], length
-                    )
-                    shown.update()
-                if config.memory and length == longest:
-                    for method in methods:
-                        memory[method.name, length] = self._kept(
-                            "memory", length, method.identity, partial(peak, method, length)
-                        )
-                    shown.update()
-        return Times(
-            prefill=prefill,
-            attention=attention,
-            decode=decode,
-            memory=memory,
-        )
+@dataclass(frozen=True)
+class _Stored:
+    """Times of this machine in the resume file; with `again` none of them counts."""
 
-    def _timed(
-        self, measurement: str, methods: Sequence[Method], length: int
-    ) -> dict[tuple[str, int], Timed]:
-        config = self._config
-        units = {
-            m.name: self._unit(f"{measurement}/{config.repeats}/{config.steps}", length, m.identity)
-            for m in methods
-        }
-        missing = [m for m in methods if self._again or units[m.name] not in self._ledger]
+    ledger: Ledger
+    where: str
+    again: bool
+
+    def unit(self, measurement: str, length: int, method: Method) -> Unit:
+        name = f"speed/{_VERSION}/{measurement}/{length}/{method.identity}/{self.where}"
+        return self.ledger.unit(name)
+
+    def once(self, unit: Unit, find: Callable[[], Any]) -> Any:
+        if self.again:
+            return self.ledger.put(unit, find())
+        return self.ledger.once(unit, find)
+
+    def lacks(self, unit: Unit) -> bool:
+        return self.again or unit not in self.ledger
+
+    def timed(
+        self,
+        measurement: str,
+        methods: Sequence[Method],
+        length: int,
+        find: Callable[[Sequence[Method]], Mapping[str, Timed]],
+    ) -> dict[str, Timed]:
+        """Times of methods by name; those that are missing are timed with both dense ones."""
+        units = {each.name: self.unit(measurement, length, each) for each in methods}
+        missing = [each for each in methods if self.lacks(units[each.name])]
         if missing:
-            with_dense = [m for m in methods if m.name in _DENSE or m in missing]
-            if measurement == "prefill":
-                times = prefill_times(self._loaded, with_dense, length, repeats=config.repeats)
-            else:
-                times = decode_times(
-                    self._loaded, with_dense, length, steps=config.steps, repeats=config.repeats
-                )
-            for name, value in times.items():
-                self._ledger.put(units[name], asdict(value))
-        return {
-            (m.name, length): Timed(**_tuples(self._ledger.get(units[m.name]))) for m in methods
-        }
+            beside = [each for each in methods if each.name in DENSE or each in missing]
+            for name, value in find(beside).items():
+                self.ledger.put(units[name], asdict(value))
+        return {name: Timed(**_tuples(self.ledger.get(unit))) for name, unit in units.items()}
 
-    def _attention(
-        self, evaluated: Sequence[Method], length: int
-    ) -> dict[tuple[str, int], dict[str, float]]:
+    def attention(
+        self, loaded: LoadedModel, evaluated: Sequence[Method], length: int
+    ) -> list[AttentionRow]:
         """Time attention alone of methods whose prefill has patterns."""
-        methods = [m for m in evaluated if m.headwise is not None and not m.evicts]
-        units = {m.name: self._unit("attention", length, m.identity) for m in methods}
-        missing = [m for m in methods if self._again or units[m.name] not in self._ledger]
+        methods = [each for each in evaluated if each.headwise is not None and not each.evicts]
+        units = {each.name: self.unit("attention", length, each) for each in methods}
+        missing = [each for each in methods if self.lacks(units[each.name])]
         if missing:
-            seconds = attention_seconds(self._loaded, missing, length)
+            seconds = attention_seconds(loaded, missing, length)
             for method in missing:
-                names = (method.name, *_DENSE)
-                self._ledger.put(
-                    units[method.name], {name: seconds[name] for name in names if name in seconds}
+                names = (method.name, *DENSE)
+                taken = {name: seconds[name] for name in names if name in seconds}
+                self.ledger.put(units[method.name], taken)
+        rows = []
+        for name, unit in units.items():
+            taken = self.ledger.get(unit)
+            if taken:
+                dense = {each: taken[each] for each in DENSE if each in taken}
+                rows.append(
+                    AttentionRow(method=name, length=length, seconds=taken[name], dense=dense)
                 )
-        return {(m.name, length): self._ledger.get(units[m.name]) for m in methods}
-
-    def _kept(self, measurement: str, length: int, identity: str, find: Callable[[], Any]) -> Any:
-        unit = self._unit(measurement, length, identity)
-        if self._again:
-            return self._ledger.put(unit, find())
-        return self._ledger.once(unit, find)
-
-    def _unit(self, measurement: str, length: int, identity: str) -> Unit:
-        return self._ledger.unit(
-            f"speed/{_VERSION}/{measurement}/{length}/{identity}/{self._where}"
-        )
+        return rows
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

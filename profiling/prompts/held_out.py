@@ -88,11 +88,21 @@ def _windows(prompt: Prompt, step: int) -> Iterator[bytes]:
     return (hashlib.sha256(data[end - _ALIKE * size : end]).digest() for end in ends)
 
 
-def overlap_sentence(task: str, length: int, overlapping: int, samples: int) -> str:
+class Overlap(NamedTuple):
+    """Prompts of a task that a search had seen, of `samples` prompts in all."""
+
+    task: str
+    length: int
+    overlapping: int
+    samples: int
+
+
+def overlap_sentence(overlap: Overlap) -> str:
     """Say that some prompts of a task were seen by the search."""
     return (
-        f"{overlapping} of {samples} prompts of {task} at {length} tokens overlap what the search "
-        "looked at: take a longer text, or fewer samples"
+        f"{overlap.overlapping} of {overlap.samples} prompts of {overlap.task} at "
+        f"{overlap.length} tokens overlap what the search looked at: take a longer text, or fewer "
+        "samples"
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
@@ -31,7 +31,7 @@ __all__ = [
     "Prompt",
     "Task",
 ]
-__all__ += ["digest", "fewer_sentence", "fewer_sentences", "make_prompts", "parse_name"]
+__all__ += ["Fewer", "digest", "fewer_sentence", "fewer_sentences", "make_prompts", "parse_name"]
 __all__ += ["parse_task", "per_context"]
 
 for _file in (
@@ -197,11 +197,20 @@ def per_context(task: str | Task) -> int:
     return 1
 
 
-def fewer_sentence(task: str, length: int, prompts: int, samples: int) -> str:
+class Fewer(NamedTuple):
+    """A task whose text has `prompts` prompts of the `samples` that were asked for."""
+
+    task: str
+    length: int
+    prompts: int
+    samples: int
+
+
+def fewer_sentence(fewer: Fewer) -> str:
     """Say that a task's text has fewer prompts than were asked for."""
     return (
-        f"{prompts} of {samples} prompts of {task} at {length} tokens: there is no more text that "
-        "does not overlap"
+        f"{fewer.prompts} of {fewer.samples} prompts of {fewer.task} at {fewer.length} tokens: "
+        "there is no more text that does not overlap"
     )
 
 
@@ -216,7 +225,7 @@ def fewer_sentences(
         if task.has_text
     )
     return [
-        fewer_sentence(name, length, counts[name], samples)
+        fewer_sentence(Fewer(name, length, counts[name], samples))
         for name in names
         if counts[name] < samples
     ]

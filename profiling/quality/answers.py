@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from profiling.finite import not_finite
-from profiling.progress import bar
 from profiling.prompts.metrics import is_final, score
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Ids
@@ -34,36 +33,10 @@ def answer(
         prompt: the prompt to answer.
         cache: makes the cache; transformers' own if None.
     """
-    return answers(model, tokenizer, [prompt], label="", cache=cache)[0]
-
-
-def answers(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    *,
-    label: str,
-    cache: Callable[[], Any] | None = None,
-    chunk: int | None = None,
-) -> list[str]:
-    """Answer all prompts greedily, with progress.
-
-    Args:
-        model: a causal model, with whatever is applied to it.
-        tokenizer: of the model.
-        prompts: of any lengths.
-        label: of the progress bar.
-        cache: see prefilled.
-        chunk: see prefilled.
-    """
-    stops = ends(model, tokenizer)
-    texts = [""] * len(prompts)
-    starts = prefilled(model, prompts, cache=cache, chunk=chunk)
-    for start in bar(starts, desc=label, total=len(prompts)):
-        limit = new_tokens(tokenizer, prompts[start.number])
-        output, _ = decoded(model, tokenizer, prompts[start.number], start, limit, stops)
-        texts[start.number] = text_of(tokenizer, output)
-    return texts
+    (start,) = prefilled(model, [prompt], cache=cache)
+    limit = new_tokens(tokenizer, prompt)
+    output, _ = decoded(model, tokenizer, prompt, start, limit, ends(model, tokenizer))
+    return text_of(tokenizer, output)
 
 
 @torch.no_grad()

@@ -73,7 +73,6 @@ def prefilled(
     prompts: Sequence[Prompt],
     *,
     cache: Callable[[], Any] | None = None,
-    chunk: int | None = None,
     spread: int = 0,
 ) -> Iterator[Prefilled]:
     """Prefill prompts in the order of by_context; each continues a copy of its context's cache.
@@ -82,7 +81,6 @@ def prefilled(
         model: a causal model with logits_to_keep, with whatever is applied to it.
         prompts: of any lengths.
         cache: makes the cache of a context; the model's own if None.
-        chunk: tokens of a context that are prefilled at a time; all if None.
         spread: how many positions of a context to return the logits of, at most.
     """
     for numbers in by_context(prompts):
@@ -94,7 +92,7 @@ def prefilled(
             past = cache()
         else:
             past = None
-        logits, held = _prefill(model, context, logit_positions, past, chunk)
+        logits, held = _prefill(model, context, logit_positions, past)
         rows = logits.split([*map(len, positions), 1])
         for number, scored in zip(numbers, rows, strict=False):
             if number == numbers[-1]:
@@ -108,26 +106,13 @@ def prefilled(
 
 
 def _prefill(
-    model: Any, context: Ids, logit_positions: list[int], cache: Any, chunk: int | None
+    model: Any, context: Ids, logit_positions: list[int], cache: Any
 ) -> tuple[Tensor, Any]:
     """Prefill a context; return the logits (N, V) at `logit_positions`, and the cache."""
     ids = torch.tensor([context], device=execution_device(model), dtype=torch.long)
     positions = torch.tensor(logit_positions, device=execution_device(model), dtype=torch.long)
-    if chunk is None or chunk >= len(context):
-        output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=positions)
-        return output.logits[0], output.past_key_values
-    logits: dict[int, Tensor] = {}
-    for start in range(0, len(context), chunk):
-        here = positions[(positions >= start) & (positions < start + chunk)]
-        output = model(
-            ids[:, start : start + chunk],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=here - start,
-        )
-        cache = output.past_key_values
-        logits.update(zip(here.tolist(), output.logits[0], strict=True))
-    return torch.stack([logits[position] for position in logit_positions]), cache
+    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=positions)
+    return output.logits[0], output.past_key_values
 
 
 def _before_scored(prompt: Prompt) -> list[int]:

@@ -39,14 +39,6 @@ def text_logits(model: Any, ids: Ids) -> Tensor:
     return logits
 
 
-def negative_log_likelihood(model: Any, prompt: Prompt) -> Tensor:
-    """Compute -log p of each of S tokens but the first, (S - 1) fp32, in one prefill."""
-    logits = text_logits(model, prompt.input_ids)
-    return token_losses(
-        logits, torch.tensor(prompt.input_ids[1:], device=logits.device, dtype=torch.long)
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class ForcedAnswer:
     """One answer, each token after the right ones before it.

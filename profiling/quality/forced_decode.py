@@ -17,7 +17,7 @@ from torch import Tensor
 from profiling.finite import check_finite
 from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
-from profiling.quality.forced import negative_log_likelihood, token_losses
+from profiling.quality.forced import token_losses
 from profiling.quality.sequences import kl_divergence, log_probabilities
 from runtime.devices import execution_device
 
@@ -70,11 +70,6 @@ def forced_losses(model: Any, begun: Iterable[Begun], forced: int) -> Tensor:
         by_step = [token_losses(logits, tokens) for tokens, logits in steps(model, batch, forced)]
         losses.append(torch.stack(by_step, dim=1))
     return torch.cat(losses)
-
-
-def dense_losses(model: Any, texts: Sequence[Prompt], forced: int) -> Tensor:
-    """Compute forced_losses in one prefill, which is equal to decoding with a full cache."""
-    return torch.stack([negative_log_likelihood(model, text)[-forced:] for text in texts])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

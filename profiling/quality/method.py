@@ -57,6 +57,11 @@ class Method:
         """The artifact in memory; None is dense attention."""
         return self.make()
 
+    @property
+    def drops(self) -> bool:
+        """True if its cache drops tokens: it is filled by attention, and takes none back."""
+        return self.headwise is not None and self.headwise.artifact.kv_cache is not None
+
     def apply(self, model: Any) -> AbstractContextManager[Any]:
         """Put the method on the model, until the context is left."""
         if self.headwise is None:

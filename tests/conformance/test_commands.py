@@ -45,8 +45,8 @@ RUNS = {
     "--sparse 0.3",
     "kv": f"cfg.yaml {SMALL} --out new.yaml --length 256 --task passkey --forced 4 "
     "--target-share 0.5",
-    "decode": "--model model --dtype float32 --policy full --policy streaming:window=28 "
-    "--context 256 --trials 1 --task-length 256 --steps 1 --repeats 1",
+    "decode": "--model model --dtype float32 --methods dense+snapkv:budget=90,window=8 "
+    "dense+streaming:window=28 --length 256 --samples 1 --steps 1 --repeats 1",
     "similarity": f"{SMALL} --out profile --length 256 --steps 2 --task passkey",
     "heatmaps": "--model model --dtype float32 --out pictures --length 256 --picture attention "
     "--head 1.2",
@@ -187,9 +187,9 @@ WRONG = [
     ("bench --length 300 0", "length"),
     ("bench --density 3", "--density"),
     ("bench --repeats 0", "--repeats"),
-    ("decode --texts 0", "--texts"),
-    ("decode --forced 4096", "--forced"),
-    ("decode --policy lru", "'lru'"),
+    ("decode --samples -1", "--samples"),
+    ("decode --context 0", "--context"),
+    ("decode --methods dense+lru", "'dense+lru'"),
     ("evaluate --seeds 0", "--seeds"),
     ("evaluate --share 0", "--share"),
     ("evaluate --depths 2", "--depths"),
@@ -268,8 +268,8 @@ WRONG_ALONE = [
     ("decode --task riddle", "'riddle'"),
     ("decode --task text:none.txt", "none.txt"),
     ("decode --text none.txt", "none.txt"),
-    ("decode --policy full", "--policy full is given twice"),
-    ("decode --policy streaming:window=0", "window"),
+    ("decode --methods dense+streaming:window=0", "window"),
+    ("decode --methods dense+omnikv", "'dense+omnikv'"),
     ("decode --json=missing/x.json", "missing"),
     ("decode --device gpu7", "'gpu7'"),
     ("similarity --top-k 0", "--top-k"),

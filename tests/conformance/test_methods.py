@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import artifacts
-from artifacts import Decode, OmniKV, Streaming
+from artifacts import Decode, HeadwiseError, OmniKV, Streaming
 from kernels.index import TILE
 from kernels.patterns import Inputs, make
+from profiling.evaluation.cache_table import CACHES
 from profiling.evaluation.matching import PatternCosts
 from profiling.evaluation.method_table import (
-    CACHES,
     METHODS,
+    check_name,
     markdown_table,
     method_names,
     says,
@@ -69,14 +70,16 @@ def test_methods_every_entry_runs_at_its_cost_and_leaves_the_model_unchanged(tar
             assert method.density is not None and method.density <= target, name
             assert method.density >= target - 0.25, name
         assert says(name)[0]
+        check_name(name, names)
     with_tail = {name for name, spec in METHODS.items() if spec.has_tail}
     assert set(names) >= {*METHODS, *(f"{name}-tail" for name in with_tail)}
-    assert {name.partition("+")[2] for name in names} >= set(CACHES)
+    assert {name.partition("+")[2] for name in names} >= set(CACHES) - {"own"}
     assert len({methods.make(name, LENGTH).identity for name in names}) == len(names)
     for name in names:
         prefill, _, cache_name = name.partition("+")
-        policy = CACHES[cache_name].policy(0.1, LENGTH) if cache_name in CACHES else None
-        same = prefill in ("dense", "dense_kernel") and not isinstance(policy, Streaming)
+        usual = CACHES[cache_name].policy if cache_name else None
+        streams = usual is not None and isinstance(usual(0.1, LENGTH), Streaming)
+        same = prefill in ("dense", "dense_kernel") and not streams
         assert torch.allclose(logits[name], logits["dense"], atol=1e-3, rtol=1e-3) == same, name
 
 
@@ -114,6 +117,48 @@ def test_methods_density_is_that_of_the_index(target_model):
     assert density >= float(mask.density()) and density <= costs.target
     larger = make(kind=fields["kind"], **sizes(fields["sink"] + TILE))
     assert costs.density(larger, dense_tail=tail) > costs.target, "it could be larger"
+
+
+def test_methods_with_fields_keep_what_they_say(target_model):
+    loaded, artifact = target_model
+    methods = Methods(loaded, artifact)
+    kept = {
+        "dense+snapkv:budget=0.25": 0.25,
+        "headwise+snapkv:budget=90,window=16": 90 / LENGTH,
+        "dense+random:budget=0.25": 0.25,
+        "dense+h2o:heavy=0.125,recent=45": 0.125 + 45 / LENGTH,
+        "dense+streaming:sinks=4,window=41": 45 / LENGTH,
+        "headwise+omnikv:offload=packed": 100 / LENGTH,
+    }
+    for name, share in kept.items():
+        method = methods.make(name, LENGTH)
+        assert method.name == name and method.kept == pytest.approx(share), name
+        assert method.headwise is not None
+        plain = methods.make(name.partition(":")[0], LENGTH)
+        assert (method.identity == plain.identity) == ("omnikv" in name), name
+    section = methods.make("dense+streaming:sinks=4,window=41", LENGTH).headwise.artifact.kv_cache
+    assert section.policies[section.layers[0]] == Streaming(sinks=4, window=41)
+    assert methods.make("headwise+omnikv:offload=packed", LENGTH).offload == "packed"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nothing", "unknown method 'nothing'; known here: dense, dense_kernel, "),
+        ("dense+nothing:a=1", "unknown method .dense.nothing:a=1.; known"),
+        ("headwise+h2o:heavy=0.1", "that cache decides how prompts are attended to"),
+        ("dense+own", "unknown method .dense.own.; known"),
+        ("dense+snapkv:budget", "'budget' must be FIELD=VALUE"),
+        ("dense+snapkv:budget=2.5", "budget"),
+        ("dense+snapkv:heavy=0.1", "heavy"),
+        ("dense+omnikv:budget=3", r"'budget=3' must be offload=auto\|never\|packed"),
+        ("dense+omnikv:offload=disk", "must be offload="),
+    ],
+)
+def test_methods_refuse_unknown_names_and_fields(target_model, name, says):
+    loaded, artifact = target_model
+    with pytest.raises(HeadwiseError, match=says):
+        Methods(loaded, artifact).make(name, LENGTH)
 
 
 def test_methods_page_lists_every_entry():

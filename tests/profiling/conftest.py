@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from headwise.__main__ import main
 from profiling.models.loading import load_model
 from profiling.prompts.words import sentences
+from profiling.quality.forced import text_logits, token_losses
 from profiling.quality.trials import Trial
 from search.model.config import ModelSearch
 from search.paper import run
@@ -169,3 +172,9 @@ def command(searched, tmp_path, monkeypatch):
         return json.loads((tmp_path / out / "evaluation.json").read_text())
 
     return call
+
+
+def text_losses(model: Any, ids: Sequence[int]) -> Tensor:
+    """-log p of each of S tokens but the first, (S - 1) fp32, in one prefill."""
+    logits = text_logits(model, tuple(ids))
+    return token_losses(logits, torch.tensor(ids[1:], device=logits.device, dtype=torch.long))

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import random
 
 import pytest
 import torch
 
-from artifacts import (
-    Artifact,
-    Decode,
-    HeadwiseError,
-    OmniKV,
-    Prefill,
-    load_pair,
-    save,
-    window_arrays,
-)
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
 from headwise.__main__ import main
-from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import Prompt, make_prompts
-from profiling.prompts.texts import read_ids
-from profiling.prompts.tokens import Encoder
-from profiling.prompts.words import sentences
-from profiling.quality.forced_decode import begin, dense_losses, forced_losses
+from profiling.evaluation.speed import at_random
+from profiling.prompts.prompt import make_prompts
+from profiling.quality.forced_decode import begin, forced_losses
 from runtime.fingerprint import fingerprint
+from tests.profiling.conftest import text_losses
 
 
 @pytest.fixture
@@ -37,21 +25,32 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def rows(folder, tmp_path):
-    """rows(words): the rows of the record that headwise decode writes."""
+def compared(folder, tmp_path, monkeypatch):
+    """compared(words): the record that headwise decode writes."""
+    monkeypatch.setattr("profiling.quality.trials.new_tokens", lambda tokenizer, prompt: 4)
 
     def call(words):
         out = tmp_path / "figures.json"
         out.unlink(missing_ok=True)
         main(["decode", *f"--model {folder} --dtype float32 --json {out} {words}".split()])
-        return json.loads(out.read_text())["rows"]
+        assert list(tmp_path.glob("figures.json*")) == [out], "no resume file is left"
+        return json.loads(out.read_text())
 
     return call
 
 
+def figures(record, task, measure):
+    """Estimates of a measure, by method."""
+    return {
+        each["method"]: each
+        for each in record["figures"]
+        if (each["task"], each["measure"]) == (task, measure)
+    }
+
+
 @pytest.fixture
 def artifact_file(loaded, tmp_path):
-    """made(name, budget, selector=): an artifact with a decode section."""
+    """made(name, budget): an artifact with a decode section."""
 
     def make(name, budget, **more):
         artifact = Artifact(
@@ -67,12 +66,6 @@ def artifact_file(loaded, tmp_path):
     return make
 
 
-@pytest.fixture
-def base(text):
-    """Options of a comparison on 20 tokens of a text, without times."""
-    return f"--repeats 0 --text {text} --text-length 200 --forced 20"
-
-
 def test_forced_losses_equal_those_of_one_prefill(loaded, text):
     from transformers import DynamicCache
 
@@ -80,152 +73,134 @@ def test_forced_losses_equal_those_of_one_prefill(loaded, text):
     begun = list(begin(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30))
     assert [len(some.ids) for some in begun] == [8, 1] and begun[0].cache.get_seq_length() == 170
     losses = forced_losses(loaded.model, begun, 30)
-    expected = dense_losses(loaded.model, prompts, 30)
+    expected = torch.stack([text_losses(loaded.model, each.input_ids)[-30:] for each in prompts])
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
     assert begun[0].cache.get_seq_length() == 199
 
 
-def test_decode_change_is_of_the_same_tokens(artifact_file, base, rows):
-    base += " --texts 2 --trials 2 --task passkey --task-length 400 --prefill-chunk 150"
+def test_decode_measures_what_the_artifacts_section_loses(artifact_file, compared, text, capsys):
     for budget in (0.999, 0.05):
-        dense, headwise = rows(f"{base} {artifact_file('cfg', budget)}")
-        assert dense["change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
-        expected = math.log(headwise["perplexity"] / dense["perplexity"])
-        change = headwise["change"]
-        assert change["value"] == pytest.approx(expected, abs=1e-5) and change["count"] == 2
-        cuts = budget < 0.5
-        assert (abs(expected) > 0.01) == (change["high"] - change["low"] > 0.01) == cuts
+        record = compared(
+            f"{artifact_file('cfg', budget)} --repeats 0 --length 400 --samples 2 --text {text}"
+        )
+        assert record["settings"]["methods"] == ["dense", "dense+omnikv"]
+        ends = figures(record, "text:words.txt", "perplexity, last 128 tokens")
+        own, dense = ends["dense+omnikv"], ends["dense"]
+        assert own["difference"] == pytest.approx(own["value"] / dense["value"] - 1, rel=1e-6)
+        assert own["count"] == 2 and dense["difference"] is None
+        assert (abs(own["difference"]) > 0.01) == (budget < 0.5)
+        assert figures(record, "passkey", "score")["dense+omnikv"]["count"] == 2
+        printed = capsys.readouterr().out
+        assert "perplexity, last 128 tokens" in printed and "| dense+omnikv |" in printed
 
 
-def test_decode_dense_prefill_measures_decode_alone(artifact_file, base, rows):
-    base += f" --trials 0 {artifact_file('a', 0.05)}"
-    own = rows(base)
-    assert [row["method"] for row in own] == ["dense", "headwise"]
-    assert own[0]["tokens"] is None
-    # Steps of 181 to 199 tokens, a fraction of each.
-    read = sum(math.ceil(0.05 * n) for n in range(181, 200)) / 19
-    assert own[1]["tokens"] == pytest.approx(read)
-    # The artifact's own prefill is dense, so a dense one equals it. One text has no interval.
-    plain = rows(f"{base} --dense-prefill")
-    assert plain[1]["perplexity"] == pytest.approx(own[1]["perplexity"], rel=1e-5)
-    assert plain[1]["tokens"] == own[1]["tokens"]
-    assert plain[1]["change"]["low"] == plain[1]["change"]["high"]
-    uniform = artifact_file("uniform", 0.1, selector="uniform")
-    base = base.rpartition(" ")[0]
-    for words, reason in (
-        (str(uniform), "--dense-prefill"),
-        (f"{artifact_file('b', 0.1)} --offload packed", "--offload"),
-    ):
-        with pytest.raises(HeadwiseError, match=reason):
-            rows(f"{base} --dense-prefill {words}")
-
-
-@pytest.mark.parametrize("task", ["passkey", "text"])
-def test_decode_prompts_that_a_search_saw_are_replaced_or_counted(
-    searched, loaded, tmp_path, task, capsys
-):
-    source = sentences(random.Random(0))
-    file = tmp_path / "words.txt"
-    file.write_text("".join(f"{i}. {next(source)}" for i in range(100)))
-    own = make_prompts(f"{task}:{file}", loaded.tokenizer, length=600, samples=1, seed=1000)
-    artifact, arrays = load_pair(searched / "cfg.yaml")
-    artifact = artifact.model_copy(
-        update={"decode": Decode(omnikv=OmniKV(filter_layers=(0,), budget=0.5))}
+def test_decode_compares_caches_without_an_artifact(compared, text):
+    names = ["dense+random:budget=0.3,window=8", "dense+snapkv:budget=0.3,window=8"]
+    record = compared(
+        f"--methods {' '.join(names)} --text {text} --samples 2 --length 400 --repeats 0"
     )
-    config = tmp_path / "cfg.yaml"
-    out = tmp_path / "figures.json"
-
-    def overlaps(seen):
-        digests = Seen(seen).digests
-        calibration = artifact.search.calibration.model_copy(update={"seen_windows": len(digests)})
-        search = artifact.search.model_copy(update={"calibration": calibration})
-        with_windows = arrays | window_arrays(digests)
-        save(artifact.model_copy(update={"search": search}), config, with_windows)
-        words = f"{config} --model {searched / 'tiny'} --repeats 0 --json {out} --dtype float32 "
-        words += f"--task {task}:{file} --task-length 600 --trials 1"
-        main(["decode", *words.split()])
-        return json.loads(out.read_text())["seen_by_search"]
-
-    assert overlaps(own) == []
-    whole = [Prompt(read_ids(Encoder(loaded.tokenizer), file), None)]
-    row = {"task": f"{task}:words.txt", "length": 600}
-    assert overlaps(whole) == [{**row, "overlapping": 1, "samples": 1}]
-    assert "1 of 1 prompts of" in capsys.readouterr().out
+    assert [each["name"] for each in record["methods"]] == ["dense", *names]
+    assert [each["kept"] for each in record["methods"]] == [1.0, 0.3, 0.3]
+    ends = figures(record, "text:words.txt", "perplexity, last 128 tokens")
+    drawn, voted = (ends[name]["difference"] for name in names)
+    assert drawn != pytest.approx(voted, abs=1e-3) and min(abs(drawn), abs(voted)) > 1e-3
 
 
-def test_decode_units_of_a_short_text_and_of_questions_on_one_document(
-    rows, folder, tmp_path, capsys
-):
-    text = "".join(f"{at}. Nobody saw ship {at * at} on its way. " for at in range(20))
-    windows = len(text) // 200
-    (tmp_path / "a.txt").write_text(text)
-    lines = [{"prompt": f"{text} Question {at}?", "answer": "no"} for at in range(4)]
-    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (dense, cache) = rows(
-        f"--policy streaming:sinks=4,window=60 --repeats 0 --text {tmp_path}/a.txt --texts 9 "
-        f"--text-length 200 --forced 20 --task jsonl:{tmp_path}/b.jsonl --task-length 300"
+def test_decode_times_and_memory_of_every_method(artifact_file, compared, capsys):
+    policy = "dense+streaming:sinks=4,window=60"
+    file = artifact_file("cfg", 0.05)
+    record = compared(
+        f"{file} --methods dense+omnikv {policy} --context 512 --samples 0 --repeats 1 --steps 2"
     )
-    assert cache["change"]["count"] == len(cache["losses"]) == windows > 2
-    assert len(dense["answers"]) == 4 and dense["accuracy"]["count"] == 1
-    printed = capsys.readouterr().out
-    assert "accuracy of 4\n" in printed
-    assert f"{windows} of 9 prompts of text:a.txt at 200 tokens: there is no more" in printed
-    assert "4 of 20 prompts of jsonl:b.jsonl at 300 tokens" in printed
+    timed = {each["method"]: each for each in record["decode"]}
+    assert list(timed) == ["dense", "dense_kernel", "dense+omnikv", policy]
+    assert {each["length"] for each in timed.values()} == {512} and record["figures"] == []
+    # Keys and values of 3 layers, 2 KV heads of 16 numbers each, in fp32.
+    token = 3 * 2 * 2 * 16 * 4
+    for name, tokens in (("dense_kernel", 512), (policy, 64)):
+        assert tokens * token <= timed[name]["cache_bytes"] <= 1.6 * tokens * token
+    row = timed["dense+omnikv"]
+    (seconds,) = row["rounds"]
+    over = {name: rounds[0] / seconds for name, rounds in row["dense_rounds"].items()}
+    assert row["speedups"] == pytest.approx(over) and row["steps"] == 2
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line.split() for line in lines if line.startswith("| dense+omnikv "))
+    assert line[3:6:2] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
+    assert line[7] == f"{1e3 / row['tokens_per_second']:.2f}"
+    assert "## 512 tokens" in lines
 
 
-def test_decode_refuses_a_policy_that_is_given_twice(rows):
-    with pytest.raises(HeadwiseError, match="--policy full is given twice"):
-        rows("--policy full --policy full")
+def test_decode_caches_are_filled_with_equal_keys(loaded, artifact_file):
+    import headwise
+
+    plain = headwise.load(artifact_file("cfg", 0.5)).new_cache(loaded.model)
+    banked = headwise.load(artifact_file("cfg", 0.5)).new_cache(loaded.model, offload="packed")
+    method = type("", (), {"drops": False})
+    for cache in (plain, banked):
+        at_random(loaded, 300, 7, method, cache)
+    assert plain.get_seq_length() == banked.get_seq_length() == 300
+    assert torch.equal(plain.layers[0].keys, banked.layers[0].keys)
+
+
+def test_decode_resumes_finished_answers(compared, tmp_path, text, monkeypatch):
+    """An interrupted comparison keeps what it has beside the file of its record."""
+    from profiling.evaluation import measure
+
+    asked = []
+    trials = measure.trials
+
+    def counted(*arguments):
+        asked.append(arguments[3].name)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return trials(*arguments)
+
+    monkeypatch.setattr(measure, "trials", counted)
+    words = "--methods dense+snapkv:budget=0.3,window=8 --samples 2 --length 400 --repeats 0"
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        compared(words)
+    first = list(asked)
+    assert len(first) == 4 and not (tmp_path / "figures.json").exists()
+    compared(words)
+    assert len(asked) == 5 and asked[4] == first[3]
 
 
 def test_decode_with_a_failing_kernel_writes_no_record(
-    artifact_file, base, rows, tmp_path, monkeypatch
+    artifact_file, compared, tmp_path, monkeypatch
 ):
     def failing(*_):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr("runtime.omnikv.decode.OmniKV.select_tokens", failing)
     with pytest.raises(HeadwiseError, match="RuntimeError: no such instruction"):
-        rows(f"{base} --trials 0 {artifact_file('cfg', 0.1)}")
+        compared(f"{artifact_file('cfg', 0.1)} --samples 1 --length 300 --repeats 0")
     assert not (tmp_path / "figures.json").exists()
 
 
-def test_decode_compares_caches_with_the_artifact(artifact_file, text, rows):
-    kinds = ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"]
-    policies = " ".join(f"--policy {kind}" for kind in kinds)
-    dense, headwise, full, drawn, voted = rows(
-        f"{artifact_file('cfg', 0.999)} {policies} --text {text} --texts 2 --text-length 200 "
-        "--forced 70 --trials 0 --repeats 0"
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "name an artifact with a decode section, or caches with --methods"),
+        ("--methods dense+snapkv:heavy=1", "heavy"),
+        ("--methods dense+snapkv --repeats 0 --samples 0", "leaves nothing to measure"),
+        ("--methods dense+h3o", r"unknown method 'dense\+h3o'; known"),
+    ],
+)
+def test_decode_refuses(compared, words, says):
+    with pytest.raises(HeadwiseError, match=says):
+        compared(words)
+
+
+def test_decode_refuses_an_artifact_without_sections(searched, compared):
+    with pytest.raises(HeadwiseError, match="no decode or kv_cache section: headwise filters"):
+        compared(f"{searched}/cfg.yaml")
+
+
+def test_decode_perplexity_is_of_the_same_tokens(artifact_file, compared, text):
+    record = compared(
+        f"{artifact_file('cfg', 0.999)} --repeats 0 --length 400 --samples 2 --text {text}"
     )
-    assert [row["method"] for row in (full, drawn, voted)] == kinds
-    assert dense["apart"] is headwise["apart"] is None and abs(headwise["change"]["value"]) < 0.01
-    assert full["change"]["value"] == pytest.approx(0, abs=1e-4)
-    for row in (drawn, voted):
-        assert row["apart"]["low"] < row["apart"]["value"] < row["apart"]["high"]
-        less = row["change"]["value"] - headwise["change"]["value"]
-        assert row["apart"]["value"] == pytest.approx(less, abs=1e-5)
-        # 64 tokens of each text, and the 6 that are left.
-        means = [(64 * first + 6 * second) / 70 for first, second in row["losses"]]
-        assert math.exp(sum(means) / 2) == pytest.approx(row["perplexity"], rel=1e-4)
-    assert drawn["change"]["value"] != pytest.approx(voted["change"]["value"], abs=1e-3)
-
-
-def test_decode_times_and_memory_of_every_method(artifact_file, rows, tmp_path, capsys):
-    policy = "streaming:sinks=4,window=60"
-    base = f"--policy {policy} --context 512 --trials 0 --repeats 1 --steps 2"
-    timed = rows(f"{base} {artifact_file('cfg', 0.05)}")
-    printed = capsys.readouterr().out.splitlines()
-    names = ["dense", "dense_kernel", "headwise", policy]
-    assert [row["method"] for row in timed] == names
-    for row in timed:
-        assert row["token_seconds"] > 0
-    # Keys and values of 3 layers, 2 KV heads of 16 numbers each, in fp32.
-    token = 3 * 2 * 2 * 16 * 4
-    assert 512 * token <= timed[1]["device_bytes"] <= 1.6 * 512 * token
-    assert 64 * token <= timed[3]["device_bytes"] <= 1.1 * 64 * token
-    record = json.loads((tmp_path / "figures.json").read_text())
-    seconds = {name: rounds[0] for name, rounds in record["all_seconds"].items()}
-    over = {name: seconds[name] / seconds["headwise"] for name in names[:2]}
-    assert record["speedups"]["headwise"] == pytest.approx(over)
-    (line,) = (line.split() for line in printed if line.startswith("headwise "))
-    assert line[3:5] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
+    ends = figures(record, "text:words.txt", "perplexity, last 128 tokens")
+    assert math.log(ends["dense+omnikv"]["value"]) == pytest.approx(
+        math.log(ends["dense"]["value"]), abs=1e-3
+    )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from profiling.evaluation.record import timed_record
-from profiling.evaluation.report import markdown, page
+from artifacts import Artifact, ModelInfo, Prefill
+from profiling.evaluation.config import Evaluation
+from profiling.evaluation.record import MethodRow, Record, as_json
+from profiling.evaluation.report import Report, markdown, page
 from profiling.evaluation.rows import ACCURACY, KL, NLL, PERPLEXITY, SCORE, Row, rows_of
 from profiling.evaluation.speed import Timed
-from profiling.evaluation.summary import ALL, curves, grid, summarize
-from profiling.evaluation.times import Times
+from profiling.evaluation.summary import ALL, Estimate, curves, grid, summarize
+from profiling.evaluation.times import AttentionRow, Times, time_rows
 
 
 def rows(method, records, task="passkey", depth=None, length=100, seeds=1, units=None) -> list[Row]:
@@ -171,54 +174,93 @@ def times() -> Times:
     """Two methods of equal cost, one of them timed while the machine was twice as busy."""
     quiet = {"model": (4.0, 4.0, 4.0), "kernel": (2.0, 2.0, 2.0)}
     busy = {name: tuple(2 * value for value in values) for name, values in quiet.items()}
-    prefill = {
-        ("dense", 64): Timed(seconds=quiet["model"], **quiet),
-        ("dense_kernel", 64): Timed(seconds=quiet["kernel"], **quiet),
-        ("a_shape", 64): Timed(seconds=(2.0, 2.0, 2.0), **busy),
-        ("headwise", 64): Timed(seconds=(1.0, 1.0, 1.0), **quiet),
+    rounds = {
+        "dense": Timed(seconds=quiet["model"], **quiet),
+        "dense_kernel": Timed(seconds=quiet["kernel"], **quiet),
+        "a_shape": Timed(seconds=(2.0, 2.0, 2.0), **busy),
+        "headwise": Timed(seconds=(1.0, 1.0, 1.0), **quiet),
     }
-    attention = {("headwise", 64): {"headwise": 0.25, "dense": 3.0, "dense_kernel": 1.0}}
-    return Times(prefill=prefill, attention=attention, decode=prefill, memory={})
+    rows = tuple(time_rows(rounds, 64))
+    dense = {"dense": 3.0, "dense_kernel": 1.0}
+    alone = AttentionRow(method="headwise", length=64, seconds=0.25, dense=dense)
+    return Times(prefill=rows, attention=(alone,), decode=rows)
 
 
-def test_timed_record_compares_methods_of_different_rounds():
-    record = timed_record(times())
-    seconds = {each["method"]: each["seconds"] for each in record["prefill"]}
+def test_time_rows_compare_methods_of_different_rounds():
+    seconds = {row.method: row.seconds for row in times().prefill}
     assert seconds == {"a_shape": 1.0, "headwise": 1.0, "dense": 4.0, "dense_kernel": 2.0}
-    rates = {each["method"]: each["tokens_per_second"] for each in record["decode"]}
+    plain = as_json(record())
+    assert {each["method"]: each["seconds"] for each in plain["prefill"]} == seconds
+    rates = {each["method"]: each["tokens_per_second"] for each in plain["decode"]}
     assert rates["a_shape"] == rates["headwise"] == 1
 
 
-def figure(method: str, value: float, verdict: str = "", *, few: bool = False) -> dict[str, Any]:
+def figure(method: str, value: float, verdict: str = "", *, few: bool = False) -> Estimate:
     difference = None if method == "dense" else value - 0.9
-    bounds = {"low": value - 0.125, "high": value + 0.05}
-    bounds |= dict.fromkeys(("difference", "difference_low", "difference_high"), difference)
-    of = {"task": "passkey", "length": 64, "method": method, "measure": "score", "value": value}
-    return {**of, **bounds, "count": 20, "questions": 166, "verdict": verdict, "few": few}
+    return Estimate(
+        task="passkey",
+        length=64,
+        method=method,
+        measure="score",
+        value=value,
+        low=value - 0.125,
+        high=value + 0.05,
+        difference=difference,
+        difference_low=difference,
+        difference_high=difference,
+        count=20,
+        questions=166,
+        verdict=verdict,
+        few=few,
+    )
 
 
-def record(**changes: Any) -> dict[str, Any]:
-    names = ("dense", "headwise", "a_shape", "vertical", "oracle", "no<thing")
-    method = {"length": 64, "density": 0.5, "kept": 1.0, "sizes": "", "source": "somebody"}
-    return {
-        "command": "headwise evaluate",
-        "model": {"name": "tiny & small"},
-        "artifact": {"content_sha256": "ab" * 32, "seeds": {"headwise": 7}},
-        "settings": {"lengths": [64], "methods": list(names), "seed": 5, "seeds": 2},
-        "environment": {"torch": "2"},
-        "methods": [{"name": name, "says": f"about {name}", **method} for name in names],
-        "figures": [
+METHODS = ("dense", "headwise", "a_shape", "vertical", "oracle", "no<thing")
+
+
+def about(name: str) -> MethodRow:
+    return MethodRow(
+        name=name,
+        length=64,
+        density=0.5,
+        kept=1.0,
+        sizes="",
+        says=f"about {name}",
+        source="somebody",
+        identity=name,
+    )
+
+
+def record(**changes: Any) -> Record:
+    model = ModelInfo.model_construct(name="tiny & small", weights_sha256="0" * 64)
+    artifact = Artifact.model_construct(
+        model=model,
+        content_sha256="ab" * 32,
+        prefill=Prefill(dense_below=0, layers=(None,)),
+    )
+    whole = Record(
+        command="headwise evaluate",
+        artifact=artifact,
+        seeds={"headwise": 7},
+        config=Evaluation(lengths=(64,), methods=METHODS, seed=5, seeds=2),
+        device="cpu",
+        dtype="float32",
+        environment={"torch": "2"},
+        methods=tuple(map(about, METHODS)),
+        estimates=(
             figure("dense", 0.9),
             figure("headwise", 0.8),
             figure("a_shape", 0.25, "worse"),
             figure("vertical", 0.6, few=True),
             figure("oracle", 0.95, "better"),
-        ],
-        "seen_by_search": [],
-        "fewer_prompts": [],
-        **timed_record(times()),
-        **changes,
-    }
+        ),
+        times=times(),
+    )
+    return replace(whole, **changes)
+
+
+def page_of(record: Record) -> str:
+    return page(Report.of(record))
 
 
 def cells(html: str) -> dict[str, list[str]]:
@@ -233,13 +275,13 @@ def cells(html: str) -> dict[str, list[str]]:
 
 COLUMNS = [
     *("first token s", "x fastest dense", "x sdpa", "attention s", "density", "kept", "passkey"),
-    *("tokens/s", "cache MiB"),
+    *("ms/token", "cache MiB"),
 ]
 VALUES = ["1.000", "2.00x", "4.00x", "0.250", "0.500", "1.000", "0.800"]
 
 
 def test_page_has_the_numbers_of_the_record():
-    html = page(record())
+    html = page_of(record())
     first, attention, accuracy = re.findall(r"<p>(.*?)</p>", html)[:3]
     assert "2.00 times as fast (2.00 to 2.00) as the fastest dense baseline" in first
     assert "4.00 times as fast (4.00 to 4.00) as default attention" in first
@@ -256,7 +298,7 @@ def test_page_has_the_numbers_of_the_record():
 
 
 def test_markdown_has_the_same_table():
-    lines = markdown(record()).splitlines()
+    lines = markdown(Report.of(record())).splitlines()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in lines
@@ -264,7 +306,7 @@ def test_markdown_has_the_same_table():
     ]
     assert rows[0] == ["method", *COLUMNS]
     result = {row[0]: row[1:] for row in rows[2:]}
-    html = cells(page(record()))
+    html = cells(page_of(record()))
     assert result == html and result["headwise"][:7] == VALUES
     assert lines[0] == "## 64 tokens" and lines[2].startswith("Seconds to the first token")
 
@@ -273,17 +315,17 @@ def test_reports_of_one_unit_show_no_interval_unless_all_right_or_wrong():
     """One unit says nothing of the spread; Wilson's and Newcombe's formulas need none."""
     for score, has_one in ((0.5, False), (1.0, True)):
         estimates = summarize(scored("dense", [1.0]) + scored("headwise", [score]))
-        wanted = [vars(e) | {"length": 64} for e in estimates if e.measure == SCORE]
-        html = page(record(figures=wanted))
+        wanted = [replace(e, length=64) for e in estimates if e.measure == SCORE]
+        html = page_of(record(estimates=tuple(wanted)))
         assert ("no interval for one unit" in html) != has_one
         row = html.split('<th scope="row">headwise</th>')[1].split("</tr>")[0]
         assert ("<small>" in row) == has_one
 
 
 def test_page_needs_nothing_else_and_names_its_setup():
-    changed = record()
-    changed["figures"][-1]["method"] = "no<thing"
-    html = page(changed)
+    estimates = record().estimates
+    last = replace(estimates[-1], method="no<thing")
+    html = page_of(record(estimates=(*estimates[:-1], last)))
     assert "tiny &amp; small" in html and "no&lt;thing" in html and "about no&lt;thing" in html
     assert not re.search(r"<script|(src|href)=|url\(|@import|http", html)
     assert "Prompts of seed 5, 6. Searched with seed: headwise 7." in html

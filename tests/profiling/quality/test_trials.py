@@ -15,13 +15,13 @@ from torch import Tensor
 import artifacts
 from profiling.evaluation.methods import Methods
 from profiling.prompts.prompt import Find, Prompt, make_prompts
-from profiling.quality.answers import answers, ends, new_tokens
+from profiling.quality.answers import answer, ends, new_tokens
 from profiling.quality.contexts import PIECE
-from profiling.quality.forced import answer_ids, forced, negative_log_likelihood
+from profiling.quality.forced import answer_ids, forced
 from profiling.quality.method import Method
 from profiling.quality.trials import BLOCK, POSITIONS, context_log_probs, trials
 from runtime.fingerprint import fingerprint
-from tests.profiling.conftest import tiny
+from tests.profiling.conftest import text_losses, tiny
 from tests.profiling.tokenizers import MAKERS, byte_level
 
 DENSE = Method(
@@ -37,7 +37,7 @@ def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method = DENSE) ->
 def answer_losses(model: Any, tokenizer: Any, prompt: Prompt) -> Tensor:
     """-log p of each token of the right answer, by one pass over the prompt and the answer."""
     right = answer_ids(tokenizer, prompt)
-    losses = negative_log_likelihood(model, Prompt(prompt.input_ids + right, None))
+    losses = text_losses(model, prompt.input_ids + right)
     return losses[-len(right) :]
 
 
@@ -87,11 +87,11 @@ def test_forced_accuracy_and_nll_of_known_logits():
     assert forced(logits[:2], right[:2]).right
 
 
-def test_negative_log_likelihood_equals_the_models_loss(loaded):
+def test_token_losses_equal_the_models_loss(loaded):
     ids = torch.randint(0, 256, (1, 600))
     with torch.no_grad():
         loss = loaded.model(ids, labels=ids).loss
-    losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids[0].tolist()), None))
+    losses = text_losses(loaded.model, ids[0].tolist())
     assert losses.shape == (599,) and losses.mean().item() == pytest.approx(loss.item(), rel=1e-4)
 
 
@@ -139,8 +139,7 @@ def test_trials_of_one_context_share_its_prefill(family):
         assert records[number]["text"] == own[number]
         losses = answer_losses(model, tokenizer, prompt)
         assert records[number]["nll"] == pytest.approx(losses.mean().item(), rel=1e-4)
-    assert answers(model, tokenizer, prompts, label="") == own
-    assert answers(model, tokenizer, prompts, label="", chunk=7) == own
+    assert [answer(model, tokenizer, prompt) for prompt in prompts] == own
 
 
 def test_trials_score_answers_inside_a_prompt():
@@ -171,7 +170,7 @@ def test_trials_of_a_text_have_a_loss_per_block(loaded):
     ids = torch.randint(0, 256, (700,), generator=torch.Generator().manual_seed(0))
     prompt = Prompt(tuple(ids.tolist()), None)
     result = trial(loaded.model, loaded.tokenizer, prompt)
-    losses = negative_log_likelihood(loaded.model, prompt)
+    losses = text_losses(loaded.model, prompt.input_ids)
     blocks = [losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()]
     assert result["blocks"] == pytest.approx(blocks)
     assert result["forced"] == pytest.approx(losses[-128:].mean().item(), rel=1e-5)
@@ -228,8 +227,8 @@ def test_answers_stop_once_the_score_is_final():
     tokenizer = byte_level()
     ids = tuple(range(3, 40))
     free = Prompt(ids, None, metric="all", references=("no such text",), new_tokens=12)
-    (whole,) = answers(model, tokenizer, [free], label="")
+    whole = answer(model, tokenizer, free)
     half = whole[: max(1, len(whole) // 2)]
     named = replace(free, references=(half,))
-    (cut,) = answers(model, tokenizer, [named], label="")
+    cut = answer(model, tokenizer, named)
     assert whole.startswith(cut) and half in cut and len(cut) < len(whole)

@@ -1,1 +1,0 @@
-"""Decode: time a token, losses of forced tokens and answers, by methods and caches."""
