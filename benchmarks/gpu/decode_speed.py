@@ -13,7 +13,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.decode import Decoded, decode_attention
-from profiling.speed.config import Size
+from profiling.speed.attention_speed import Size
 from profiling.speed.latency import in_turn, medians
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.

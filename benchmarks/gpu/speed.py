@@ -13,9 +13,8 @@ from decode_speed import measure_decode
 from artifacts import Artifact, AShape, BlockSparse, Imported, Prefill, VerticalSlash
 from artifacts.schema.patterns import PatternRecord
 from kernels.patterns import LayerPlan, Pattern, make
-from profiling.speed.attention_speed import measure, paper_patterns, patterns_for
+from profiling.speed.attention_speed import Size, measure, paper_patterns, patterns_for
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
-from profiling.speed.config import Size
 from profiling.speed.latency import in_turn, interleaved, medians, prefill
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint

@@ -19,7 +19,6 @@ from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.index import SparseIndex, num_rows
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
-from profiling.speed.config import Size
 from profiling.speed.latency import in_turn, medians
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
@@ -35,6 +34,24 @@ _HEAVY = 1 / 256
 # falls to 1 / e.
 _PHASE = 2.0
 _REACH = 1 / 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Size of one timed call; dtype by torch's name."""
+
+    length: int
+    head_dim: int
+    heads: int
+    kv_heads: int
+    dtype: str
+    device: str
+    seed: int = 0
+
+    @property
+    def dense_flops(self) -> float:
+        """Both products over the causal half."""
+        return 2.0 * self.length**2 * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)

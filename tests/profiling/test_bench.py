@@ -15,6 +15,7 @@ from headwise.__main__ import main
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.speed import attention_speed
+from profiling.speed.attention_speed import Size
 from profiling.speed.baselines import (
     KERNEL,
     MODEL,
@@ -25,7 +26,6 @@ from profiling.speed.baselines import (
     ratio_of_pairs,
     sentence,
 )
-from profiling.speed.config import Size
 from profiling.speed.latency import in_turn, interleaved, medians
 from tests.profiling.conftest import tiny
 
