@@ -4,7 +4,7 @@ Shapes: L layers, N of them measured (those that see every key), H query heads, 
 heads of each, K keys, S prompt length, k chosen keys.
 
 A layer's H x K probabilities are reduced at once to their mean and their largest over the heads. A
-step keeps N x K means and twice N x k positions until its last layer is through: less than N x K x
+step keeps N x K means and N x k positions until its last layer is through: less than N x K x
 H.
 """
 
@@ -44,10 +44,10 @@ class Accumulator:
 
     Attributes:
         layers, sliding: the layers measured and those left out, in order.
-        mass: S by "max" and by "mean", summed over the steps, (N, N) fp64.
-        error: how far the output of layer j's KV head g is off when it sees the choice by "max" of
-            layer i <= j alone, as ResidualStream.by_head, summed over the steps, (N, N, G) fp32,
-            NaN for i > j.
+        mass: S, summed over the steps, (N, N) fp64.
+        error: how far the output of layer j's KV head g is off when it sees the choice of layer
+            i <= j alone, as ResidualStream.by_head, summed over the steps, (N, N, G) fp32, NaN for
+            i > j.
         worst: the same over the worst steps, a `WORST` of all.
         hit: mean fraction of the finds' blocks in the choices, (N) fp64, None without finds.
         missed: for each step the attention on old tokens that were not frozen, (N).
@@ -58,7 +58,7 @@ class Accumulator:
     ) -> None:
         self.layers: list[int] = []
         self.sliding: list[int] = []
-        self.mass: dict[str, Tensor] = {}
+        self.mass = torch.zeros((), dtype=torch.float64, device="cpu")
         self._hits: list[Tensor] = []
         self.missed: list[Tensor] = []
         self._top_k = top_k
@@ -73,7 +73,7 @@ class Accumulator:
         self._before: dict[int, Tensor] = {}
         self._frozen: dict[int, Tensor] = {}
         self._means: list[Tensor] = []
-        self._chosen: dict[str, list[Tensor]] = {"max": [], "mean": []}
+        self._top_keys: list[Tensor] = []
 
     @property
     def hit(self) -> Tensor | None:
@@ -122,13 +122,12 @@ class Accumulator:
         mean = probabilities.mean(0)
         by_head = probabilities.unflatten(0, (inputs.k.shape[1], -1))
         self._means.append(mean)
-        self._chosen["mean"].append(mean.topk(self._top_k).indices)
-        self._chosen["max"].append(largest.topk(self._top_k).indices)
+        self._top_keys.append(largest.topk(self._top_k).indices)
         # One layer's choice at a time: the values of all would be more than a layer of the cache.
         v = inputs.v[0]
         whole = attended(by_head, v)
         changes = torch.stack(
-            [attended(by_head, v, keys) - whole for keys in self._chosen["max"]], dim=1
+            [attended(by_head, v, keys) - whole for keys in self._top_keys], dim=1
         )
         self._changed[inputs.layer] = self._stream.by_head(
             inputs.layer, changes.flatten(2)[:, :, None], slice(-1, None)
@@ -139,9 +138,8 @@ class Accumulator:
         if step < 0 or not self._means:
             return
         means = torch.stack(self._means)
-        top_keys = {by: torch.stack(keys) for by, keys in self._chosen.items()}
-        for by, keys in top_keys.items():
-            self.mass[by] = self.mass.get(by, 0) + kept(means, keys)
+        top_keys = torch.stack(self._top_keys)
+        self.mass = self.mass + kept(means, top_keys)
         for layer, changed in self._changed.items():
             error = changed * self._stream.gain(layer)
             self._errors[layer] = self._errors.get(layer, 0) + error
@@ -151,12 +149,11 @@ class Accumulator:
             ).values
         find = self._finds[step]
         if find is not None:
-            self._hits.append(covered(find.span, top_keys["max"]))
+            self._hits.append(covered(find.span, top_keys))
         old = means[:, : self._old].double().sum(1)
         frozen = torch.stack(
             [means[at, self._frozen[layer]].sum() for at, layer in enumerate(self.layers)]
         )
         self.missed.append(old - frozen)
         self._means.clear()
-        for lists in self._chosen.values():
-            lists.clear()
+        self._top_keys.clear()

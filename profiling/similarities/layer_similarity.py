@@ -79,7 +79,7 @@ def measure(
             ]
             arrays |= _arrays(task.name, by_prompt, model.num_layers, config.steps)
     first = by_prompt[0]
-    arrays["agreement"] = agreement([arrays[f"mass.{task.name}.max"] for task in tasks])
+    arrays["agreement"] = agreement([arrays[f"mass.{task.name}"] for task in tasks])
     about = {
         "format": FORMAT,
         "model": model.name,
@@ -156,7 +156,7 @@ def depends_on(config: SimilarityConfig, prompt: Prompt) -> dict[str, Any]:
     """Collect all that a prompt's figures depend on besides the model."""
     names = ("length", "steps", "top_k", "greedy", "dtype", "device")
     own = {"prompt": digest([prompt]), "finds": [asdict(find) for find in prompt.finds]}
-    return {**{name: getattr(config, name) for name in names}, **own}
+    return {"format": FORMAT, **{name: getattr(config, name) for name in names}, **own}
 
 
 def _kept(
@@ -186,7 +186,7 @@ def _figures(sums: Accumulator) -> dict[str, Any]:
     return {
         "layers": sums.layers,
         "sliding": sums.sliding,
-        "mass": {by: mass.cpu().numpy() for by, mass in sums.mass.items()},
+        "mass": sums.mass.cpu().numpy(),
         "error": sums.error.cpu().numpy(),
         "worst": sums.worst.cpu().numpy(),
         "missed": torch.stack(sums.missed, dim=1).cpu().numpy(),
@@ -281,9 +281,8 @@ def _arrays(
         return torch.stack([torch.from_numpy(value) for value in values]).mean(0).numpy()
 
     arrays = {}
-    for by in ("max", "mean"):
-        mass = mean([figures["mass"][by] / steps for figures in by_prompt])
-        arrays[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
+    mass = mean([figures["mass"] / steps for figures in by_prompt])
+    arrays[f"mass.{task}"] = spread(mass, num_layers, num_layers)
     error = mean([figures["error"] / steps for figures in by_prompt])
     worst = np.max([figures["worst"] / worst_of(steps) for figures in by_prompt], axis=0)
     for name, by_head in (("error", error), ("worst", worst)):
@@ -292,7 +291,7 @@ def _arrays(
         )
         arrays[f"{name}.{task}"][np.ix_(layers, layers)] = by_head
     for reach in (8, 16):
-        arrays[f"ability.{task}.next{reach}"] = ability(arrays[f"mass.{task}.max"], reach).astype(
+        arrays[f"ability.{task}.next{reach}"] = ability(arrays[f"mass.{task}"], reach).astype(
             np.float32
         )
     missed = mean([figures["missed"] for figures in by_prompt])
