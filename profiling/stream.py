@@ -2,8 +2,8 @@
 
     headwise stream --model smollm2 --text book.txt --tokens 20000 --out stream/
 
-Each --policy is a cache that is fed the text, as in headwise decode: `full` keeps every token,
-`streaming` first tokens and a window, `h2o` the heavy hitters and a window. `recomputed` is the
+Each --policy names a KV cache, as in headwise decode: `full` keeps every token, `streaming` the
+first tokens and a window, `h2o` the heavy hitters and a window. `recomputed` is the
 baseline: for each token a forward over the last --recompute tokens from scratch, measured at one
 token in --stride. A full or streaming cache gives the same for any --chunk. Rerun a killed command
 to resume: finished blocks of tokens are kept, and the caches are filled again.
@@ -67,7 +67,7 @@ class Config(CommandConfig):
     recompute: Annotated[
         int, Arg("window of the method that recomputes it for each token, 0 for none"), Field(ge=0)
     ] = 1024
-    chunk: Annotated[int, Arg("tokens fed at a time", group=ADVANCED), Field(ge=1)] = 256
+    chunk: Annotated[int, Arg("tokens of a forward pass", group=ADVANCED), Field(ge=1)] = 256
     block: Annotated[
         int | None,
         Arg(
@@ -151,7 +151,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> tuple[list[Row
         ) as ledger:
             with phase("stream", config.tokens * len(config.methods), "tokens") as shown:
                 series = [
-                    _measured(config, loaded, name, stream, ledger, shown)
+                    _measure_method(config, loaded, name, stream, ledger, shown)
                     for name in config.methods
                 ]
             base = next((each for each in series if each.method == RECOMPUTED), None)
@@ -182,7 +182,7 @@ def _settings(config: Config, loaded: LoadedModel, stream: TokenStream) -> dict[
     }
 
 
-def _measured(
+def _measure_method(
     config: Config,
     loaded: LoadedModel,
     name: str,

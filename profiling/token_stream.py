@@ -26,12 +26,12 @@ from runtime.devices import execution_device
 from runtime.memory import cache_bytes
 
 Block = tuple[int, int]
-"""Half-open span of tokens that are fed."""
+"""Half-open span of input tokens."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenStream:
-    """Tokens 0 to N, of which all but the last are fed, each to predict the next.
+    """Tokens 0 to N, of which all but the last are input, each to predict the next.
 
     Attributes:
         ids: N + 1 token ids.
@@ -47,7 +47,7 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that are fed."""
+        """Number of input tokens."""
         return len(self.ids) - 1
 
     @property
@@ -96,7 +96,7 @@ class BlockStats:
 def cached_blocks(
     loaded: LoadedModel, method: Method, stream: TokenStream, chunk: int, blocks: Sequence[Block]
 ) -> Generator[BlockStats, None, None]:
-    """Feed the blocks, which begin at token 0, through one cache, `chunk` tokens at a time."""
+    """Run the blocks, which start at token 0, through one cache, `chunk` tokens at a time."""
     model = loaded.model
     stream_ids = torch.tensor([stream.ids], device=execution_device(model), dtype=torch.long)
     cache = method.cache(model)
@@ -156,7 +156,7 @@ class Row:
         low: lower bound of its 95% interval by Student's t. Segments of the stream as long as the
             window are the samples; fewer than two have no bounds.
         high: upper bound.
-        token_seconds: of each token fed, or of each forward of the recomputed window.
+        token_seconds: of each input token, or of each forward of the recomputed window.
         cache_bytes: keys and values at the end.
     """
 
@@ -220,7 +220,7 @@ def row_of(series: Series, base: Series | None, stream: TokenStream, window: int
     Args:
         series: figures of the method.
         base: figures of the recomputed window; None if it was not measured.
-        stream: the tokens that were fed.
+        stream: the token stream.
         window: tokens of the recomputed window.
     """
     low = high = ratio = None

@@ -75,7 +75,8 @@ def measure(
     with phase("decoding", total, "steps") as shown:
         for task in tasks:
             by_prompt = [
-                _kept(config, loaded, prompt, ledger, shown) for prompt in prompts[task.name]
+                _measure_prompt(config, loaded, prompt, ledger, shown)
+                for prompt in prompts[task.name]
             ]
             arrays |= _arrays(task.name, by_prompt, model.num_layers, config.steps)
     first = by_prompt[0]
@@ -111,9 +112,9 @@ def measure(
 
 def resolve(config: SimilarityConfig, name: str, max_positions: int) -> SimilarityConfig:
     """Fill in the defaults; refuse lengths past the positions and a top-k of all tokens."""
-    room = max_positions - config.steps
-    length = config.length or min(DEFAULT_LENGTH, room)
-    if length > room and not config.beyond_positions:
+    longest = max_positions - config.steps
+    length = config.length or min(DEFAULT_LENGTH, longest)
+    if length > longest and not config.beyond_positions:
         raise HeadwiseError(
             f"--length {length} and {config.steps} steps are more than the {max_positions} "
             f"positions of {name}; "
@@ -159,7 +160,7 @@ def depends_on(config: SimilarityConfig, prompt: Prompt) -> dict[str, Any]:
     return {"format": FORMAT, **{name: getattr(config, name) for name in names}, **own}
 
 
-def _kept(
+def _measure_prompt(
     config: SimilarityConfig,
     loaded: LoadedModel,
     prompt: Prompt,
@@ -200,10 +201,10 @@ def _decode(
     """Decode a prompt as the configuration says, and sum up its figures."""
     assert config.length is not None and config.top_k is not None
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
-    finds = [find for _, find in expected[: config.steps]]
-    finds += [None] * (config.steps - len(finds))
+    evidence = [span for _, span in expected[: config.steps]]
+    evidence += [None] * (config.steps - len(evidence))
     stream = ResidualStream(loaded.model)
-    sums = Accumulator(length=config.length, top_k=config.top_k, finds=finds, stream=stream)
+    sums = Accumulator(length=config.length, top_k=config.top_k, evidence=evidence, stream=stream)
 
     def done(step: int) -> None:
         sums.done(step)

@@ -19,7 +19,7 @@ from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.index import SparseIndex, num_rows
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
-from profiling.speed.latency import in_turn, medians
+from profiling.speed.latency import medians, time_calls
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
 _ROUNDING_STEPS = 4
@@ -153,7 +153,7 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Sp
         check(sparse_attention(q, k, v, index), q, k, v, index, "headwise")
         runs[f"sparse {i}"] = lambda index=index: sparse_attention(q, k, v, index)  # type: ignore[misc]
         runs[f"build {i}"] = lambda plan=plan: plan.build(q, k)  # type: ignore[misc]
-    seconds = medians(in_turn(runs, repeats=repeats, device=size.device))
+    seconds = medians(time_calls(runs, repeats=repeats, device=size.device))
     return [
         Speed(
             pattern=pattern.kind,
