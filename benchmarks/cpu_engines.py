@@ -25,7 +25,7 @@ from artifacts.cli.command import FOUND, run_command
 from kernels.attention import AttentionCall, cpu, sparse_attention
 from kernels.patterns.dense import dense_index
 from profiling.environment import environment
-from profiling.speed.latency import in_turn, medians
+from profiling.speed.latency import medians, time_calls
 
 # Query and KV heads by head dim: SmolLM2, and two common shapes.
 _HEADS = {64: (9, 3), 128: (8, 2), 256: (4, 1)}
@@ -136,7 +136,7 @@ def _measured(
     )
     wrong = [name for name, run in runs.items() if not _right(run()[:, :, -last:], oracle)]
     right = {name: run for name, run in runs.items() if name not in wrong}
-    return medians(in_turn(right, repeats=repeats, device="cpu")), wrong
+    return medians(time_calls(right, repeats=repeats, device="cpu")), wrong
 
 
 def _right(out: Tensor, oracle: Tensor) -> bool:

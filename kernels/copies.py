@@ -79,15 +79,15 @@ def on_device(
 
 
 class SizedCache(Generic[_Asked, _Made]):
-    """A function of hashable positional arguments that keeps its results while there is room."""
+    """A function of hashable positional arguments that keeps results up to a number of bytes."""
 
     def __init__(
-        self, make: Callable[_Asked, _Made], nbytes: Callable[[_Made], int], room: int
+        self, make: Callable[_Asked, _Made], nbytes: Callable[[_Made], int], max_bytes: int
     ) -> None:
-        """Keep results of `make`, `nbytes` each, up to `room` bytes; the last one stays."""
+        """Keep results of `make`, `nbytes` each, up to `max_bytes`; the last one stays."""
         self.__wrapped__ = make
         self._nbytes = nbytes
-        self._room = room
+        self._max_bytes = max_bytes
         self._held = 0
         # The one not asked for longest is the first.
         self._made: dict[tuple[object, ...], tuple[_Made, int]] = {}
@@ -106,16 +106,16 @@ class SizedCache(Generic[_Asked, _Made]):
             self._held -= self._made.pop(args, (result, 0))[1]
             self._made[args] = result, size
             self._held += size
-            while self._held > self._room and len(self._made) > 1:
+            while self._held > self._max_bytes and len(self._made) > 1:
                 self._held -= self._made.pop(next(iter(self._made)))[1]
         return result
 
 
 def sized_cache(
-    nbytes: Callable[[Any], int], room: int
+    nbytes: Callable[[Any], int], max_bytes: int
 ) -> Callable[[Callable[_Asked, _Made]], SizedCache[_Asked, _Made]]:
     """A decorator: see SizedCache."""
-    return lambda make: SizedCache(make, nbytes, room)
+    return lambda make: SizedCache(make, nbytes, max_bytes)
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

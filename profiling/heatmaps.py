@@ -17,21 +17,103 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from artifacts import Artifact, HeadwiseError, load_pair
+from artifacts.cli.arguments import (
+    TASKS,
+    ArtifactFile,
+    Device,
+    Dtype,
+    Length,
+    ModelName,
+    Out,
+    Revision,
+    Seed,
+    Task,
+)
 from artifacts.cli.interrupt import while_importing
+from artifacts.cli.options import Arg, CommandConfig
+from artifacts.errors import shorten
 from artifacts.files import check_writable, out_folder
-from profiling.pictures.config import Heatmaps as Config
-from profiling.pictures.registry import Source, pictures
-from profiling.similarities.config import DEFAULT_LENGTH, SimilarityConfig
+from profiling.pictures.registry import Head, Source, pictures
+from profiling.prompts.prompt import parse_task
+from profiling.similarities.config import DEFAULT_LENGTH, SHORTEST, SimilarityConfig
 from profiling.similarities.similarity_profile import Profile, load_profile, save_profile
 
 if TYPE_CHECKING:
     from profiling.models.loading import LoadedModel
     from profiling.prompts.prompt import Prompt
+
+_PICTURES = pictures("model", "profile")
+_NAMES = ", ".join(_PICTURES)
+# Tokens of the shortest prompt.
+_SHORTEST = 16
+
+
+class Config(CommandConfig):
+    """Options of the pictures; None takes the default that depends on the rest.
+
+    Attributes:
+        head: (layer, query head).
+    """
+
+    artifact: Annotated[
+        ArtifactFile | None,
+        Arg("artifact: its pattern is drawn over a head's attention, its filter layers marked"),
+    ] = None
+    out: Annotated[Out, Arg("folder for the pictures", metavar="FOLDER")]
+    profile: Annotated[Path | None, Arg("folder that headwise similarity wrote")] = None
+    model: ModelName | None = None
+    pictures: Annotated[
+        tuple[str, ...] | None,
+        Arg(
+            f"one of {_NAMES}; repeatable (default: all that can be drawn)",
+            repeat=True,
+            flags=("--picture",),
+        ),
+    ] = None
+    head: Annotated[Head, Arg("head whose attention is drawn, as layer.head, such as 12.5")] = None
+    task: Annotated[Task, Arg(f"prompt (default passkey); {TASKS}")] = "passkey"
+    length: Annotated[
+        Length | None, Arg(f"its length in tokens (default {DEFAULT_LENGTH})"), Field(ge=_SHORTEST)
+    ] = None
+    seed: Seed = 0
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    revision: Revision = None
+    command: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        parse_task(self.task)
+        if self.profile is None and self.model is None:
+            raise HeadwiseError("nothing to draw from: give --profile DIR or --model M")
+        for name in self.pictures or ():
+            if name not in _PICTURES:
+                raise HeadwiseError(f"unknown picture {shorten(name)}; known: {_NAMES}")
+            if _PICTURES[name].of == "model" and (self.model is None or self.head is None):
+                raise HeadwiseError(f"the picture {name!r} needs --model and --head")
+        measured = [name for name in self.names if _PICTURES[name].of == "profile"]
+        if self.profile is None and measured and (self.length or SHORTEST) < SHORTEST:
+            raise HeadwiseError(
+                f"--length must be at least {SHORTEST} for the picture {measured[0]!r}, got "
+                f"{self.length}"
+            )
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the pictures that are drawn."""
+        can_be = [
+            name
+            for name, each in _PICTURES.items()
+            if each.of == "profile" or (self.model is not None and self.head is not None)
+        ]
+        return [name for name in can_be if self.pictures is None or name in self.pictures]
 
 
 def run(config: Config) -> int:
@@ -47,8 +129,7 @@ def draw(config: Config) -> list[Path]:
     Raises:
         HeadwiseError: a mistake of the user.
     """
-    available = pictures("model", "profile")
-    origins = {available[name].of for name in config.names}
+    origins = {_PICTURES[name].of for name in config.names}
     profile = None
     loaded = None
     prompt = None
@@ -96,7 +177,7 @@ def draw(config: Config) -> list[Path]:
             head=config.head,
         )
         for name in config.names:
-            for drawing in available[name].draw(source):
+            for drawing in _PICTURES[name].draw(source):
                 written += drawing.write(config.out / drawing.name)
     return written
 
@@ -114,7 +195,7 @@ def _check_profile(profile: Profile, artifact: Artifact | None) -> None:
 
 def _prompt(config: Config, loaded: LoadedModel) -> tuple[Prompt, str]:
     """Make the prompt; return it with a description."""
-    from profiling.prompts.prompt import digest, make_prompts, parse_task
+    from profiling.prompts.prompt import digest, make_prompts
     from runtime.layers import text_config
 
     positions = getattr(text_config(loaded.model), "max_position_embeddings", None)

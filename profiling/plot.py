@@ -23,8 +23,7 @@ from artifacts.cli.arguments import ArtifactFile, Out
 from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import one_line
 from artifacts.files import check_writable
-from profiling.pictures.config import Head
-from profiling.pictures.registry import Source, pictures
+from profiling.pictures.registry import Head, Source, pictures
 
 _PICTURES = pictures("artifact")
 _SUFFIXES = (".png", ".svg", ".csv")

@@ -48,7 +48,7 @@ def markdown_tables() -> str:
 
 
 def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
-    """Show a prompt as text with its answer and finds; of a long one only both ends."""
+    """Show a prompt as text with its answer and evidence spans; of a long one only both ends."""
     ids = prompt.input_ids
     if whole:
         end = len(ids)

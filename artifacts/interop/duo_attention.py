@@ -9,6 +9,9 @@ not the config.json of a model.
 In decode, a token sees recent_size tokens and itself, which is a window of recent_size + 1 here.
 Prefill is chunked: the first chunk is dense in all heads, and a query of a later chunk also sees
 all of its chunk.
+
+An export writes the imported scores if a threshold separates them as the artifact's policies do.
+Otherwise it writes 1 and 0.
 """
 
 from __future__ import annotations
@@ -24,28 +27,23 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, naming, shorten
 from artifacts.files import followed
-from artifacts.interop.kv_heads import (
-    SINKS,
-    SLIDES,
-    THRESHOLD,
-    UNIT,
-    WINDOW,
-    Table,
-    head_policies,
-    import_heads,
-    parted_scores,
-    streaming,
-)
 from artifacts.interop.report import Export, Import, Notes
-from artifacts.interop.shape import ImportOptions
+from artifacts.interop.shape import ImportOptions, model_shape
 from artifacts.interop.source import Source
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.fields import MOST
-from artifacts.schema.kv_cache import AnyPolicy, Full, Streaming
+from artifacts.schema.kv_cache import AnyPolicy, Full, KVCache, Policy, Streaming
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
+Table = list[list[float]]
+_SCORES = "imported.full_attention"
+# Default sizes in config.json.
+_DEFAULTS = {"sink_size": 128, "recent_size": 256}
+# Between the 1 of a full head and the 0 of a streaming head.
+_THRESHOLD = 0.5
+_UNIT = "KV head"
 # Upper bound of the noise that DuoAttention adds to every value, which breaks ties.
 _NOISE = 1e-6
 # Sizes in config.json with their minimums.
@@ -62,13 +60,17 @@ def read(source: Source, options: ImportOptions) -> Import:
     Raises:
         ArtifactError: the file is not such a table, or does not fit the model.
     """
+    import numpy as np
+
     table = _table(source.text())
-    heads = [(layer, head) for layer in range(len(table)) for head in range(len(table[0]))]
+    num_layers = len(table)
+    num_kv_heads = len(table[0])
+    heads = [(layer, head) for layer in range(num_layers) for head in range(num_kv_heads)]
     values = list(chain.from_iterable(table))
     notes = Notes()
     if options.sparsity is None:
         if options.threshold is None:
-            threshold = THRESHOLD
+            threshold = _THRESHOLD
         else:
             threshold = options.threshold
         streams = [value < threshold for value in values]
@@ -77,32 +79,44 @@ def read(source: Source, options: ImportOptions) -> Import:
     else:
         streams = _lowest(values, options.sparsity)
         by_chance = _drawn(values, streams)
-    drawn = [at for at, chance in zip(heads, by_chance, strict=True) if chance]
     notes.heads(
         "chooses otherwise",
         "tie at the cut: DuoAttention draws, here the first of them stream",
-        len(drawn),
+        sum(by_chance),
     )
-    full = {at for at, stream in zip(heads, streams, strict=True) if not stream}
-    # Next to the table, or to a link on the way to it.
-    neighbors = (place.with_name("config.json") for place in followed(source.path))
-    config = next((each for each in map(_config, neighbors) if each), None) or {
-        "sink_size": SINKS,
-        "recent_size": WINDOW,
-    }
-    stream = streaming(options, sinks=config["sink_size"], window=config["recent_size"] + 1)
-    seen = f"{stream.sinks} sinks and {stream.window} tokens"
-    return import_heads(
-        source,
-        options,
-        table=table,
-        keep=[
-            [(layer, head) in full for head in range(len(table[0]))] for layer in range(len(table))
-        ],
-        stream=stream,
-        differs=("keeps less", f"a query of a prompt sees {seen}; there all of its chunk, too"),
-        drawn=drawn,
-        notes=notes,
+    shape = model_shape(options, source.path, num_layers=num_layers, num_kv_heads=num_kv_heads)
+    if shape.model.num_layers != num_layers:
+        raise ArtifactError(f"has {num_layers} layers, the model has {shape.model.num_layers}")
+    stream = _streaming(source.path, options)
+    stream_name = f"stream_{stream.sinks}_{stream.window}"
+    policies: dict[str, Policy] = {"full": Full(), stream_name: stream}
+    full = {at for at, is_streaming in zip(heads, streams, strict=True) if not is_streaming}
+    names = [
+        tuple("full" if (layer, head) in full else stream_name for head in range(num_kv_heads))
+        for layer in range(num_layers)
+    ]
+    rows = shape.leave(names, notes, num_kv_heads)
+    counts = Counter(name for row in rows for name in row or ())
+    if not counts:
+        raise ArtifactError("every layer of the model slides: nothing is left to choose")
+    notes.heads(
+        "keeps less",
+        f"a query of a prompt sees {stream.sinks} sinks and {stream.window} tokens; there all of "
+        "its chunk, too",
+        counts[stream_name],
+    )
+    notes.file("same", f"{counts[stream_name]} of {counts.total()} KV heads stream")
+    section = KVCache(
+        policies={name: policy for name, policy in policies.items() if counts[name]},
+        layers=rows,
+        imported=source.imported("duo_attention"),
+    )
+    drawn = {at for at, chance in zip(heads, by_chance, strict=True) if chance}
+    full_by_chance = sum(rows[layer] is not None for layer, head in drawn & full)
+    return Import(
+        artifact=shape.artifact(kv_cache=section),
+        arrays={_SCORES: np.array(table, dtype=np.float64)},
+        report=notes.report(len(values), counts["full"] - full_by_chance, _UNIT),
     )
 
 
@@ -122,14 +136,14 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
             raise ArtifactError(
                 "exists and is not DuoAttention's: write the table into another folder"
             )
-    policies = head_policies(artifact)
+    policies = _head_policies(artifact)
     sinks, window = _commonest_sizes(policies)
     recent = max(window - 1, 1)
     notes = Notes()
     exact = 0
     for policy in chain.from_iterable(policies):
         if policy is None:
-            notes.heads("not carried over", SLIDES)
+            notes.heads("not carried over", "a layer that slides over its own window is full")
         elif isinstance(policy, Full):
             exact += 1
         elif not isinstance(policy, Streaming):
@@ -151,15 +165,29 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
             f"a token sees {recent} before itself, which is the least; here {window - 1}",
         )
     notes.left_out(artifact, "kv_cache")
-    table, threshold = parted_scores(policies, arrays)
+    table, threshold = _scores(policies, arrays)
     notes.file("same", f"serve it with a threshold of {threshold:.6g}")
     lines = ["\t".join(f"{value:.18e}" for value in row) + "\n" for row in table]
     config = {"sink_size": sinks, "recent_size": recent, "threshold": threshold}
     heads = artifact.model.num_layers * artifact.model.num_kv_heads
     return Export(
         files={out: "".join(lines).encode(), config_file: json.dumps(config).encode() + b"\n"},
-        report=notes.report(heads, exact, UNIT),
+        report=notes.report(heads, exact, _UNIT),
     )
+
+
+def _streaming(table: Path, options: ImportOptions) -> Streaming:
+    """Make the policy of streaming heads: sizes of the user, of config.json, or the defaults."""
+    # Next to the table, or to a link on the way to it.
+    neighbors = (place.with_name("config.json") for place in followed(table))
+    config = next((each for each in map(_config, neighbors) if each), _DEFAULTS)
+    sinks = config["sink_size"]
+    window = config["recent_size"] + 1
+    if options.sinks is not None:
+        sinks = options.sinks
+    if options.window is not None:
+        window = options.window
+    return Streaming(sinks=sinks, window=window, positions="original")
 
 
 def _lowest(values: Sequence[float], sparsity: float) -> list[bool]:
@@ -185,6 +213,47 @@ def _drawn(values: Sequence[float], streams: Sequence[bool]) -> list[bool]:
     return [least_full - _NOISE < value < largest_streaming + _NOISE for value in values]
 
 
+def _head_policies(artifact: Artifact) -> list[list[AnyPolicy | None]]:
+    """Return the policy of every KV head by layer; None in a sliding-window layer.
+
+    Raises:
+        ArtifactError: the artifact has no kv_cache section.
+    """
+    section = artifact.kv_cache
+    if section is None:
+        raise ArtifactError(
+            "the artifact has no kv_cache section, which is what this format is about"
+        )
+    num_kv_heads = artifact.model.num_kv_heads
+    policies: list[list[AnyPolicy | None]] = []
+    for layer in range(artifact.model.num_layers):
+        names = section.heads(layer, num_kv_heads)
+        if names is None:
+            policies.append([None] * num_kv_heads)
+        else:
+            policies.append([section.policies[name] for name in names])
+    return policies
+
+
+def _scores(
+    policies: Sequence[Sequence[AnyPolicy | None]], arrays: Mapping[str, Array]
+) -> tuple[Table, float]:
+    """Return the scores to write, and the threshold that only streaming heads do not reach."""
+    keep = [[not isinstance(policy, Streaming) for policy in row] for row in policies]
+    imported = arrays.get(_SCORES)
+    if imported is not None and imported.shape == (len(keep), len(keep[0])):
+        table: Table = imported.tolist()
+        pairs = [
+            (value, kept)
+            for values, row in zip(table, keep, strict=True)
+            for value, kept in zip(values, row, strict=True)
+        ]
+        least_kept = min((value for value, kept in pairs if kept), default=math.inf)
+        if all(value < least_kept for value, kept in pairs if not kept):
+            return table, least_kept if math.isfinite(least_kept) else 2.0
+    return [[float(kept) for kept in row] for row in keep], _THRESHOLD
+
+
 def _commonest_sizes(policies: Sequence[Sequence[AnyPolicy | None]]) -> tuple[int, int]:
     """Return the most common sinks and window of the streaming heads."""
     sizes = Counter(
@@ -193,7 +262,7 @@ def _commonest_sizes(policies: Sequence[Sequence[AnyPolicy | None]]) -> tuple[in
         if isinstance(policy, Streaming)
     )
     if not sizes:
-        return SINKS, WINDOW
+        return _DEFAULTS["sink_size"], _DEFAULTS["recent_size"]
     return sizes.most_common(1)[0][0]
 
 

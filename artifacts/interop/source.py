@@ -98,31 +98,18 @@ def original(
 ) -> Source | None:
     """Return the imported file of a section if it is stored and has one of these formats."""
     name = f"imported.{section}"
-    entry = header(arrays).get(name)
+    stored = arrays.get(name)
     if (
         imported is None
         or imported.format not in formats
-        or entry is None
-        or entry.nbytes > MAX_BYTES
+        or stored is None
+        or stored.nbytes > MAX_BYTES
     ):
         return None
-    source = Source(path=Path(imported.file), data=arrays[name].tobytes())
+    source = Source(path=Path(imported.file), data=stored.tobytes())
     if hashlib.sha256(source.data).hexdigest() == imported.sha256:
         return source
     return None
-
-
-def array(arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array | None:
-    """Return the array of this name and shape; an array of another shape is not read."""
-    entry = header(arrays).get(name)
-    if entry is not None and entry.shape == shape:
-        return arrays[name]
-    return None
-
-
-def header(arrays: Mapping[str, Array]) -> Mapping[str, Any]:
-    """Return the header entries of a sidecar's arrays, or the arrays themselves."""
-    return getattr(arrays, "entries", arrays)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

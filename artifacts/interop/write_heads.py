@@ -15,7 +15,7 @@ from artifacts.interop.head_file import (
     parse,
 )
 from artifacts.interop.report import Export, Notes
-from artifacts.interop.source import array, original
+from artifacts.interop.source import original
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.patterns import (
     DEFAULT_LAST_Q,
@@ -44,7 +44,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     notes = Notes()
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     originals = _originals(artifact, arrays)
-    recalls = array(arrays, "chosen.recall", shape)
+    recalls = arrays.get("chosen.recall")
     listed: list[dict[str, list[Any]]] = []
     exact = 0
     for layer, row in enumerate(artifact.prefill.layers):

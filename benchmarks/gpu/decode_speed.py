@@ -13,8 +13,8 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.decode import Decoded, decode_attention
-from profiling.speed.config import Size
-from profiling.speed.latency import in_turn, medians
+from profiling.speed.attention_speed import Size
+from profiling.speed.latency import medians, time_calls
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
 _ROUNDING_STEPS = 4
@@ -78,7 +78,7 @@ def measure_decode(size: Size, *, keys: int, repeats: int) -> DecodeSpeed:
         _check(decode_attention(q, k, v, tokens=rows, scores="sum"), q, k, v, rows, name)
     torch_runs = _in_torch(q, k, v)
     seconds = medians(
-        in_turn(
+        time_calls(
             {
                 **torch_runs,
                 "all": lambda: decode_attention(q, k, v),

@@ -13,10 +13,9 @@ from decode_speed import measure_decode
 from artifacts import Artifact, AShape, BlockSparse, Imported, Prefill, VerticalSlash
 from artifacts.schema.patterns import PatternRecord
 from kernels.patterns import LayerPlan, Pattern, make
-from profiling.speed.attention_speed import measure, paper_patterns, patterns_for
+from profiling.speed.attention_speed import Size, measure, paper_patterns, patterns_for
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
-from profiling.speed.config import Size
-from profiling.speed.latency import in_turn, interleaved, medians, prefill
+from profiling.speed.latency import interleaved, medians, prefill, time_calls
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 
@@ -159,7 +158,7 @@ def rates(device: str, sizes: Sizes) -> dict[str, Any]:
     source = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     runs = {"copy": lambda: target.copy_(source), "product": lambda: a @ a}
-    seconds = medians(in_turn(runs, repeats=5, device=device))
+    seconds = medians(time_calls(runs, repeats=5, device=device))
     return {
         "copied bytes a second": 2 * source.numel() / seconds["copy"],
         f"operations a second, {n} x {n}": 2 * n**3 / seconds["product"],

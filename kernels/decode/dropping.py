@@ -76,7 +76,7 @@ class EvictCall:
             raise ValueError(
                 "keys, values, scores and positions must be contiguous: they are written in place"
             )
-        batch, _, room = scores.shape
+        batch, _, capacity = scores.shape
         arguments = {"rows": self.rows, "latest": self.latest, "queries": self.queries}
         for name, numbers in arguments.items():
             if numbers is not None and len(numbers) != batch:
@@ -84,8 +84,8 @@ class EvictCall:
                     f"{name} must be {batch} numbers, one for each sequence, got {len(numbers)}"
                 )
         for count in self.rows:
-            if count == 1 or not 0 <= count <= room:
-                raise ValueError(f"rows must be 0 or 2 to {room}, got {count}")
+            if count == 1 or not 0 <= count <= capacity:
+                raise ValueError(f"rows must be 0 or 2 to {capacity}, got {count}")
 
     def run(self, backend: str = "auto") -> None:
         """Drop: by native code ("cpu"), or by torch on any device ("reference")."""

@@ -39,7 +39,7 @@ def _diagonals(
     One at distance s crosses floor(s / TILE) and ceil(s / TILE), which is the next unless s is a
     multiple of TILE.
     """
-    worst, room, floor = search(row, 0, TILE, k_len, size, share, 0.0, CHUNK, SORT, COVERAGE)
+    worst, ties, floor = search(row, 0, TILE, k_len, size, share, 0.0, CHUNK, SORT, COVERAGE)
     tiles = tl.arange(0, CHUNK // TILE)
     lane = tl.arange(0, TILE)
     count = 0
@@ -47,8 +47,8 @@ def _diagonals(
     carried = 0
     for start in range(0, k_len, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        mask, equal = taken(row, at, k_len, TILE, worst, room, floor, SORT)
-        room -= equal
+        mask, equal = taken(row, at, k_len, TILE, worst, ties, floor, SORT)
+        ties -= equal
         each = tl.reshape(mask.to(tl.int32), (CHUNK // TILE, TILE))
         beyond = tl.max(tl.where(lane[None, :] > 0, each, 0), 1)
         before = tl.sum(tl.where(tiles[:, None] == tiles[None, :] + 1, beyond[None, :], 0), 1)

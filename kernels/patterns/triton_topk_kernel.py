@@ -102,9 +102,9 @@ def _worst_by_mass(row, first, n, held, wanted, CHUNK: tl.constexpr, SORT: tl.co
     # Only positive scores have mass.
     bits = tl.maximum((worst ^ 0x80000000).to(tl.int32, bitcast=True), 0)
     unit = tl.maximum(units_of(bits.to(tl.float32, bitcast=True)), 1)
-    room = ((wanted - above.to(tl.float64)) / unit.to(tl.float64)).to(tl.int64)
-    room += ((above + room * unit).to(tl.float64) < wanted).to(tl.int64)
-    return worst, tl.minimum(tl.maximum(room, 0), n).to(tl.int32)
+    ties = ((wanted - above.to(tl.float64)) / unit.to(tl.float64)).to(tl.int64)
+    ties += ((above + ties * unit).to(tl.float64) < wanted).to(tl.int64)
+    return worst, tl.minimum(tl.maximum(ties, 0), n).to(tl.int32)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def search(
     row, first, forced, n, size, share, own, CHUNK: tl.constexpr, SORT: tl.constexpr,
     COVERAGE: tl.constexpr,
 ):  # fmt: skip
-    """The worst score that is taken, the room for its equals, and what all others must exceed.
+    """The worst score that is taken, how many ties with it are, and what all others must exceed.
 
     Places first ... forced are taken before all others. A positive `share`, if COVERAGE: no more
     are taken than hold this fraction of the mass; `own` has mass, and is taken, too.
@@ -126,7 +126,7 @@ def search(
         if COVERAGE:
             mass += tl.sum(units_of(score))
     begin = tl.maximum(first, forced)
-    worst, room = _worst(row, begin, n, tl.maximum(size - held, 0), CHUNK, SORT)
+    worst, ties = _worst(row, begin, n, tl.maximum(size - held, 0), CHUNK, SORT)
     floor = float("-inf")
     if COVERAGE:  # noqa: SIM102 (known at compile time; the next is not)
         if share > 0:
@@ -136,15 +136,15 @@ def search(
                 score = _scores(row, start + tl.arange(0, CHUNK), n, SORT)
                 total += tl.sum(tl.maximum(score, 0.0).to(tl.float64))
             least, places = _worst_by_mass(row, begin, n, mass, total * share * _UNITS, CHUNK, SORT)
-            room = tl.where(
-                least > worst, places, tl.where(least == worst, tl.minimum(room, places), room)
+            ties = tl.where(
+                least > worst, places, tl.where(least == worst, tl.minimum(ties, places), ties)
             )
             worst = tl.maximum(least, worst)
-    return worst, room, floor
+    return worst, ties, floor
 
 
 @triton.jit
-def taken(row, at, n, forced, worst, room, floor, SORT: tl.constexpr):
+def taken(row, at, n, forced, worst, ties, floor, SORT: tl.constexpr):
     """Mask of the places that are taken, and the number of those that equal the worst.
 
     Args:
@@ -153,7 +153,7 @@ def taken(row, at, n, forced, worst, room, floor, SORT: tl.constexpr):
         n: number of scores.
         forced: places before this one are taken before all others.
         worst: from `search`.
-        room: from `search`, less what is taken of it.
+        ties: from `search`, less those taken so far.
         floor: from `search`.
         SORT: how `row` is read; see `_scores`.
     """
@@ -161,7 +161,7 @@ def taken(row, at, n, forced, worst, room, floor, SORT: tl.constexpr):
     order = _ordered(score)
     there = score > float("-inf")
     equal = (there & (at >= forced) & (order == worst)).to(tl.int32)
-    best = (order > worst) | ((equal != 0) & (tl.cumsum(equal, 0) <= room))
+    best = (order > worst) | ((equal != 0) & (tl.cumsum(equal, 0) <= ties))
     return there & ((at < forced) | (best & (score > floor))), tl.sum(equal)
 
 
@@ -179,14 +179,14 @@ def places_of(
     COVERAGE: tl.constexpr,
 ):  # fmt: skip
     """Writes the places among first ... n that are taken, ascending, padded to `width`."""
-    worst, room, floor = search(row, first, forced, n, size, share, own, CHUNK, SORT, COVERAGE)
+    worst, ties, floor = search(row, first, forced, n, size, share, own, CHUNK, SORT, COVERAGE)
     count = 0
     for start in range(first, n, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        mask, equal = taken(row, at, n, forced, worst, room, floor, SORT)
+        mask, equal = taken(row, at, n, forced, worst, ties, floor, SORT)
         place = count + tl.cumsum(mask.to(tl.int32), 0) - 1
         tl.store(to + place, at, mask=mask & (place < size))
-        room -= equal
+        ties -= equal
         count = tl.minimum(count + tl.sum(mask.to(tl.int32)), size)
     pad_from(to, count, width, CHUNK)
 

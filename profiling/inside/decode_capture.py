@@ -112,10 +112,10 @@ def capture_decode(
                 for step in range(-tail, steps):
                     run.step = step
                     if step > 0:
-                        fed = new_tokens[step - 1]
+                        token_id = new_tokens[step - 1]
                     else:
-                        fed = prompt_ids[length - 1 + step]
-                    ids = torch.tensor([[fed]], device=input_ids.device, dtype=torch.long)
+                        token_id = prompt_ids[length - 1 + step]
+                    ids = torch.tensor([[token_id]], device=input_ids.device, dtype=torch.long)
                     output = model(input_ids=ids, past_key_values=cache, use_cache=True)
                     cache = output.past_key_values
                     done(step)

@@ -6,15 +6,18 @@ Imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator
 
-from artifacts import Artifact
+from artifacts import Artifact, HeadwiseError
+from artifacts.errors import shorten
 from profiling.pictures.drawing import save, save_table
 from profiling.similarities.similarity_profile import Profile
 
@@ -26,6 +29,20 @@ Origin = Literal["artifact", "model", "profile"]
 # In the order in which pictures are drawn.
 _NAMES = ("similarity", "attention", "frontier", "patterns", "candidates")
 _MODULES = tuple(f"profiling.pictures.{name}" for name in _NAMES)
+
+
+def _head(value: Any) -> Any:
+    """Read `12.5`: layer and head."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", value)
+    if match is None:
+        raise HeadwiseError(f"--head must be layer.head, such as 12.5, got {shorten(value)}")
+    return int(match[1]), int(match[2])
+
+
+Head = Annotated[tuple[int, int] | None, BeforeValidator(_head)]
+"""Layer and query head, written 12.5."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,10 +1,10 @@
 """Accumulator of one prompt's figures while it is decoded, for the similarity profile.
 
 Shapes: L layers, N of them measured (those that see every key), H query heads, G KV heads, n query
-heads of each, K keys, S prompt length, k chosen keys.
+heads of each, K keys, S prompt length, k top keys.
 
 A layer's H x K probabilities are reduced at once to their mean and their largest over the heads. A
-step keeps N x K means and twice N x k positions until its last layer is through: less than N x K x
+step keeps N x K means and N x k positions until its last layer is through: less than N x K x
 H.
 """
 
@@ -20,7 +20,7 @@ from profiling.inside.decode_capture import StepInputs
 from profiling.inside.residual import ResidualStream
 from profiling.prompts.prompt import Find
 from profiling.similarities.config import TAIL
-from profiling.similarities.mass import attended, covered, kept
+from profiling.similarities.mass import attention_output, span_coverage, top_key_mass
 
 # Share of the prompt that is frozen for the variability (OmniKV, Figure 1c).
 FROZEN = 0.25
@@ -38,31 +38,31 @@ class Accumulator:
 
     Args:
         length: of the prompt.
-        top_k: how many keys a layer chooses.
-        finds: the evidence span of each step in the prompt, None if unknown.
+        top_k: number of top keys of a layer.
+        evidence: the evidence span of each step in the prompt, None if unknown.
         stream: of the model that decodes.
 
     Attributes:
         layers, sliding: the layers measured and those left out, in order.
-        mass: S by "max" and by "mean", summed over the steps, (N, N) fp64.
-        error: how far the output of layer j's KV head g is off when it sees the choice by "max" of
-            layer i <= j alone, as ResidualStream.by_head, summed over the steps, (N, N, G) fp32,
-            NaN for i > j.
+        mass: S, summed over the steps, (N, N) fp64.
+        error: how far the output of layer j's KV head g is off when it sees the top keys of layer
+            i <= j alone, as ResidualStream.by_head, summed over the steps, (N, N, G) fp32, NaN for
+            i > j.
         worst: the same over the worst steps, a `WORST` of all.
-        hit: mean fraction of the finds' blocks in the choices, (N) fp64, None without finds.
+        hit: mean fraction of the evidence spans in the top keys, (N) fp64, None without spans.
         missed: for each step the attention on old tokens that were not frozen, (N).
     """
 
     def __init__(
-        self, *, length: int, top_k: int, finds: Sequence[Find | None], stream: ResidualStream
+        self, *, length: int, top_k: int, evidence: Sequence[Find | None], stream: ResidualStream
     ) -> None:
         self.layers: list[int] = []
         self.sliding: list[int] = []
-        self.mass: dict[str, Tensor] = {}
+        self.mass = torch.zeros((), dtype=torch.float64, device="cpu")
         self._hits: list[Tensor] = []
         self.missed: list[Tensor] = []
         self._top_k = top_k
-        self._finds = finds
+        self._evidence = evidence
         self._stream = stream
         self._changed: dict[int, Tensor] = {}
         # Of each layer (G, i): sums, and the errors of the worst steps so far, the worst first.
@@ -73,7 +73,7 @@ class Accumulator:
         self._before: dict[int, Tensor] = {}
         self._frozen: dict[int, Tensor] = {}
         self._means: list[Tensor] = []
-        self._chosen: dict[str, list[Tensor]] = {"max": [], "mean": []}
+        self._top_keys: list[Tensor] = []
 
     @property
     def hit(self) -> Tensor | None:
@@ -122,13 +122,12 @@ class Accumulator:
         mean = probabilities.mean(0)
         by_head = probabilities.unflatten(0, (inputs.k.shape[1], -1))
         self._means.append(mean)
-        self._chosen["mean"].append(mean.topk(self._top_k).indices)
-        self._chosen["max"].append(largest.topk(self._top_k).indices)
-        # One layer's choice at a time: the values of all would be more than a layer of the cache.
+        self._top_keys.append(largest.topk(self._top_k).indices)
+        # One layer's top keys at a time: the values of all would be more than a layer of the cache.
         v = inputs.v[0]
-        whole = attended(by_head, v)
+        whole = attention_output(by_head, v)
         changes = torch.stack(
-            [attended(by_head, v, keys) - whole for keys in self._chosen["max"]], dim=1
+            [attention_output(by_head, v, keys) - whole for keys in self._top_keys], dim=1
         )
         self._changed[inputs.layer] = self._stream.by_head(
             inputs.layer, changes.flatten(2)[:, :, None], slice(-1, None)
@@ -139,24 +138,22 @@ class Accumulator:
         if step < 0 or not self._means:
             return
         means = torch.stack(self._means)
-        top_keys = {by: torch.stack(keys) for by, keys in self._chosen.items()}
-        for by, keys in top_keys.items():
-            self.mass[by] = self.mass.get(by, 0) + kept(means, keys)
+        top_keys = torch.stack(self._top_keys)
+        self.mass = self.mass + top_key_mass(means, top_keys)
         for layer, changed in self._changed.items():
             error = changed * self._stream.gain(layer)
             self._errors[layer] = self._errors.get(layer, 0) + error
             worst = torch.cat([self._worst.get(layer, error[None][:0]), error[None]])
             self._worst[layer] = worst.topk(
-                min(len(worst), worst_of(len(self._finds))), dim=0
+                min(len(worst), worst_of(len(self._evidence))), dim=0
             ).values
-        find = self._finds[step]
-        if find is not None:
-            self._hits.append(covered(find.span, top_keys["max"]))
+        evidence = self._evidence[step]
+        if evidence is not None:
+            self._hits.append(span_coverage(evidence.span, top_keys))
         old = means[:, : self._old].double().sum(1)
         frozen = torch.stack(
             [means[at, self._frozen[layer]].sum() for at, layer in enumerate(self.layers)]
         )
         self.missed.append(old - frozen)
         self._means.clear()
-        for lists in self._chosen.values():
-            lists.clear()
+        self._top_keys.clear()

@@ -75,11 +75,12 @@ def measure(
     with phase("decoding", total, "steps") as shown:
         for task in tasks:
             by_prompt = [
-                _kept(config, loaded, prompt, ledger, shown) for prompt in prompts[task.name]
+                _measure_prompt(config, loaded, prompt, ledger, shown)
+                for prompt in prompts[task.name]
             ]
             arrays |= _arrays(task.name, by_prompt, model.num_layers, config.steps)
     first = by_prompt[0]
-    arrays["agreement"] = agreement([arrays[f"mass.{task.name}.max"] for task in tasks])
+    arrays["agreement"] = agreement([arrays[f"mass.{task.name}"] for task in tasks])
     about = {
         "format": FORMAT,
         "model": model.name,
@@ -111,9 +112,9 @@ def measure(
 
 def resolve(config: SimilarityConfig, name: str, max_positions: int) -> SimilarityConfig:
     """Fill in the defaults; refuse lengths past the positions and a top-k of all tokens."""
-    room = max_positions - config.steps
-    length = config.length or min(DEFAULT_LENGTH, room)
-    if length > room and not config.beyond_positions:
+    longest = max_positions - config.steps
+    length = config.length or min(DEFAULT_LENGTH, longest)
+    if length > longest and not config.beyond_positions:
         raise HeadwiseError(
             f"--length {length} and {config.steps} steps are more than the {max_positions} "
             f"positions of {name}; "
@@ -156,10 +157,10 @@ def depends_on(config: SimilarityConfig, prompt: Prompt) -> dict[str, Any]:
     """Collect all that a prompt's figures depend on besides the model."""
     names = ("length", "steps", "top_k", "greedy", "dtype", "device")
     own = {"prompt": digest([prompt]), "finds": [asdict(find) for find in prompt.finds]}
-    return {**{name: getattr(config, name) for name in names}, **own}
+    return {"format": FORMAT, **{name: getattr(config, name) for name in names}, **own}
 
 
-def _kept(
+def _measure_prompt(
     config: SimilarityConfig,
     loaded: LoadedModel,
     prompt: Prompt,
@@ -186,7 +187,7 @@ def _figures(sums: Accumulator) -> dict[str, Any]:
     return {
         "layers": sums.layers,
         "sliding": sums.sliding,
-        "mass": {by: mass.cpu().numpy() for by, mass in sums.mass.items()},
+        "mass": sums.mass.cpu().numpy(),
         "error": sums.error.cpu().numpy(),
         "worst": sums.worst.cpu().numpy(),
         "missed": torch.stack(sums.missed, dim=1).cpu().numpy(),
@@ -200,10 +201,10 @@ def _decode(
     """Decode a prompt as the configuration says, and sum up its figures."""
     assert config.length is not None and config.top_k is not None
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
-    finds = [find for _, find in expected[: config.steps]]
-    finds += [None] * (config.steps - len(finds))
+    evidence = [span for _, span in expected[: config.steps]]
+    evidence += [None] * (config.steps - len(evidence))
     stream = ResidualStream(loaded.model)
-    sums = Accumulator(length=config.length, top_k=config.top_k, finds=finds, stream=stream)
+    sums = Accumulator(length=config.length, top_k=config.top_k, evidence=evidence, stream=stream)
 
     def done(step: int) -> None:
         sums.done(step)
@@ -281,9 +282,8 @@ def _arrays(
         return torch.stack([torch.from_numpy(value) for value in values]).mean(0).numpy()
 
     arrays = {}
-    for by in ("max", "mean"):
-        mass = mean([figures["mass"][by] / steps for figures in by_prompt])
-        arrays[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
+    mass = mean([figures["mass"] / steps for figures in by_prompt])
+    arrays[f"mass.{task}"] = spread(mass, num_layers, num_layers)
     error = mean([figures["error"] / steps for figures in by_prompt])
     worst = np.max([figures["worst"] / worst_of(steps) for figures in by_prompt], axis=0)
     for name, by_head in (("error", error), ("worst", worst)):
@@ -292,7 +292,7 @@ def _arrays(
         )
         arrays[f"{name}.{task}"][np.ix_(layers, layers)] = by_head
     for reach in (8, 16):
-        arrays[f"ability.{task}.next{reach}"] = ability(arrays[f"mass.{task}.max"], reach).astype(
+        arrays[f"ability.{task}.next{reach}"] = ability(arrays[f"mass.{task}"], reach).astype(
             np.float32
         )
     missed = mean([figures["missed"] for figures in by_prompt])

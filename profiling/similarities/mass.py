@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-def kept(means: Tensor, top_keys: Tensor) -> Tensor:
-    """Compute S[i, j], layer j's attention on keys that layer i chose, (N, N) fp64.
+def top_key_mass(means: Tensor, top_keys: Tensor) -> Tensor:
+    """Compute S[i, j], layer j's attention on the top keys of layer i, (N, N) fp64.
 
     Args:
         means: (N, K), each layer's attention averaged over its query heads.
@@ -24,7 +24,7 @@ def kept(means: Tensor, top_keys: Tensor) -> Tensor:
     return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in top_keys])
 
 
-def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+def attention_output(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
     """A query's output from all keys, or from some keys (k,) alone: (G, n, E) fp32.
 
     Args:
@@ -43,7 +43,7 @@ def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Te
     return torch.bmm(weights, v[:, keys].float())
 
 
-def covered(span: tuple[int, int], top_keys: Tensor) -> Tensor:
+def span_coverage(span: tuple[int, int], top_keys: Tensor) -> Tensor:
     """Compute the fraction of a span that each layer's top keys (N, k) hold, (N) fp64."""
     return ((top_keys >= span[0]) & (top_keys < span[1])).sum(1, dtype=torch.float64) / (
         span[1] - span[0]

@@ -3,8 +3,7 @@
 Shapes: L layers of the model, G KV heads, T tasks, N steps. Arrays hold NaN for sliding-window
 layers and layers without attention.
 
-    mass.<task>.max, mass.<task>.mean  (L, L)  fraction of layer j's attention on layer i's top-k
-                                               tokens
+    mass.<task>  (L, L)  fraction of layer j's attention on layer i's top-k tokens
     error.<task>  (L, L, G)  change of a KV head's part of layer j's output when it sees those
                              tokens alone, squared and relative to the residual stream; i <= j
     worst.<task>  (L, L, G)  the same in the worst steps of the worst prompt
@@ -12,7 +11,7 @@ layers and layers without attention.
                                                       top-k tokens
     hit.<task>  (L)  fraction of the block with the answer that is in the layer's top-k tokens
     variability.<task>  (L, N)  attention missed when the prompt's top quarter is frozen
-    agreement  (T, T)  correlation of mass.<task>.max between tasks
+    agreement  (T, T)  correlation of mass.<task> between tasks
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from artifacts.files import atomic_write
 from profiling.values import csv_text
 
 FILE = "similarity.safetensors"
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,11 +71,9 @@ class Profile:
         """(T, T) correlation of the tasks' similarities."""
         return self.arrays["agreement"]
 
-    def mass(self, task: str | None = None, by: Literal["max", "mean"] = "max") -> np.ndarray:
+    def mass(self, task: str | None = None) -> np.ndarray:
         """(L, L) similarity of one task, or its mean over all tasks."""
-        return self._mean(
-            [f"mass.{name}.{by}" for name in (self.tasks if task is None else [task])]
-        )
+        return self._mean([f"mass.{name}" for name in (self.tasks if task is None else [task])])
 
     def error(self, task: str | None = None, worst: float = 0.0) -> np.ndarray:
         """(L, L, G) errors by KV head in one task, or their mean over all tasks; NaN for i after j.
@@ -191,7 +188,7 @@ def _check(profile: Profile, shown: str) -> None:
     tasks = profile.tasks
     shapes: dict[str, tuple[int, ...]] = {"agreement": (len(tasks), len(tasks))}
     for task in tasks:
-        shapes |= {f"mass.{task}.{by}": (n, n) for by in ("max", "mean")}
+        shapes[f"mass.{task}"] = (n, n)
         shapes |= {
             f"{kind}.{task}": (n, n, int(profile.about["kv_heads"])) for kind in ("error", "worst")
         }

@@ -19,8 +19,7 @@ from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.index import SparseIndex, num_rows
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
-from profiling.speed.config import Size
-from profiling.speed.latency import in_turn, medians
+from profiling.speed.latency import medians, time_calls
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
 _ROUNDING_STEPS = 4
@@ -35,6 +34,24 @@ _HEAVY = 1 / 256
 # falls to 1 / e.
 _PHASE = 2.0
 _REACH = 1 / 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Size of one timed call; dtype by torch's name."""
+
+    length: int
+    head_dim: int
+    heads: int
+    kv_heads: int
+    dtype: str
+    device: str
+    seed: int = 0
+
+    @property
+    def dense_flops(self) -> float:
+        """Both products over the causal half."""
+        return 2.0 * self.length**2 * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +153,7 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Sp
         check(sparse_attention(q, k, v, index), q, k, v, index, "headwise")
         runs[f"sparse {i}"] = lambda index=index: sparse_attention(q, k, v, index)  # type: ignore[misc]
         runs[f"build {i}"] = lambda plan=plan: plan.build(q, k)  # type: ignore[misc]
-    seconds = medians(in_turn(runs, repeats=repeats, device=size.device))
+    seconds = medians(time_calls(runs, repeats=repeats, device=size.device))
     return [
         Speed(
             pattern=pattern.kind,

@@ -35,7 +35,7 @@ def interleaved(
     return seconds
 
 
-def in_turn(
+def time_calls(
     runs: Mapping[str, Callable[[], object]],
     *,
     repeats: int,

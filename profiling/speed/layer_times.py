@@ -22,7 +22,7 @@ from kernels.patterns import LayerPlan
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import attend, dense_of_layer
 from profiling.models.loading import LoadedModel
-from profiling.speed.latency import in_turn
+from profiling.speed.latency import time_calls
 from runtime.devices import execution_device
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class _Clock:
         if inputs.logits.softcap is None and inputs.logits.sinks is None:
             runs[SDPA] = _by_sdpa(prompt)
         runs = {name: run for name, run in runs.items() if layer in self._timed.get(name, ())}
-        rounds = in_turn(
+        rounds = time_calls(
             runs,
             repeats=_ROUNDS,
             device=str(inputs.q.device),

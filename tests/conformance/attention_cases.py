@@ -23,7 +23,7 @@ from kernels.logits import Logits
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
 from kernels.topk import ascending
-from tests.conformance.tensors import difference, laid_out, paged
+from tests.conformance.tensors import difference, make_tensor, paged
 from tests.kernels import kinds
 
 LAYER = (
@@ -380,9 +380,9 @@ def problem(case: Case, device: torch.device) -> Problem:
     """Random tensors, NaN in all rows of nobody, and the reference's results in fp32."""
     torch.manual_seed(0)
     how = (case.layout, case.dtype, device)
-    q = laid_out((case.batch, case.heads, case.q_len, case.head_dim), *how)
-    k = laid_out((case.batch, case.kv_heads, case.k_len, case.head_dim), *how)
-    v = laid_out((case.batch, case.kv_heads, case.k_len, case.v_dim), *how)
+    q = make_tensor((case.batch, case.heads, case.q_len, case.head_dim), *how)
+    k = make_tensor((case.batch, case.kv_heads, case.k_len, case.head_dim), *how)
+    v = make_tensor((case.batch, case.kv_heads, case.k_len, case.v_dim), *how)
     if case.rise:
         # In the last dimension: a sum that begins with it rounds at its size each time.
         q[..., -1] = case.head_dim**0.5

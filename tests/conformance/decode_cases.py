@@ -18,7 +18,7 @@ from kernels.decode import DecodeCall, Decoded, decode_attention, triton
 from kernels.index import PAD
 from kernels.logits import Logits
 from kernels.reference import Decode
-from tests.conformance.tensors import difference, laid_out, paged
+from tests.conformance.tensors import difference, make_tensor, paged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def problem(
         (case.batch, case.kv_heads, case.k_len, case.head_dim),
         (case.batch, case.kv_heads, case.k_len, case.v_dim),
     )
-    q, k, v = (laid_out(shape, case.layout, case.dtype) for shape in shapes)
+    q, k, v = (make_tensor(shape, case.layout, case.dtype) for shape in shapes)
     places = {name: _int32(getattr(case, name), device) for name in ("starts", "ends")}
     tokens = _tokens(case)
     seen = visible(case, tokens)

@@ -12,15 +12,15 @@ from torch import Tensor
 from kernels.index import PAD
 
 
-def laid_out(
+def make_tensor(
     shape: Sequence[int], layout: str, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Standard normal (batch, heads, length, dim); what lies between and around is NaN."""
     batch, heads, length, dim = shape
     if layout == "transposed":
-        return laid_out((batch, length, heads, dim), "", dtype, device).transpose(1, 2)
+        return make_tensor((batch, length, heads, dim), "", dtype, device).transpose(1, 2)
     if layout == "expanded":
-        return laid_out((1, heads, length, dim), "", dtype, device).expand(batch, -1, -1, -1)
+        return make_tensor((1, heads, length, dim), "", dtype, device).expand(batch, -1, -1, -1)
     values = torch.randn(*shape, device=device).to(dtype)
     if layout == "strided":
         around = torch.full((batch, heads + 2, 2 * length + 1, 3 * dim), torch.nan, dtype=dtype)

@@ -287,7 +287,7 @@ WRONG_ALONE = [
     ("tasks --samples 0", "--samples"),
     ("bench --heads 0/1", "--heads"),
     ("bench --heads 5/2", "--heads"),
-    ("bench --head-dims 0", "head dim"),
+    ("bench --head-dims 0", "--head-dims"),
     ("bench --device gpu7", "'gpu7'"),
     ("demo --out text.txt/x", "text.txt"),
 ]

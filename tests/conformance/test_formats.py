@@ -331,7 +331,7 @@ def test_import_options_override_the_shape(tmp_path):
 
 
 def test_import_duo_streams_heads_below_a_threshold(tmp_path):
-    """Which heads a share makes stream is in tests/artifacts/test_kv_heads.py."""
+    """Which heads a share makes stream is in tests/artifacts/test_duo_attention.py."""
     case = case_of("full_attention_heads.tsv")
     imported(tmp_path, case, sinks=0, window=7, threshold=0.2)
     cache = load(tmp_path / "cfg.yaml").kv_cache

@@ -17,7 +17,7 @@ from kernels import reference
 from kernels.gradient import GradientCall, attention_gradients, flash
 from kernels.logits import Logits
 from tests.conformance.attention_cases import Case, last, square
-from tests.conformance.tensors import laid_out
+from tests.conformance.tensors import make_tensor
 from tests.conformance.test_kernel_backends import threads
 from tests.kernels.conftest import one_thread, poisoned_memory
 
@@ -78,14 +78,14 @@ def problem(
     """The tensors of a call, and its gradients in fp64, by autograd of plain softmax attention."""
     torch.manual_seed(case.q_len + case.k_len + case.head_dim)
     form = (case.layout, dtype, device)
-    q = laid_out((case.batch, case.heads, case.q_len, case.head_dim), *form)
-    k = laid_out((case.batch, case.kv_heads, case.k_len, case.head_dim), *form)
-    v = laid_out((case.batch, case.kv_heads, case.k_len, case.v_dim), *form)
+    q = make_tensor((case.batch, case.heads, case.q_len, case.head_dim), *form)
+    k = make_tensor((case.batch, case.kv_heads, case.k_len, case.head_dim), *form)
+    v = make_tensor((case.batch, case.kv_heads, case.k_len, case.v_dim), *form)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     logits = logits_of(*exact[:2], case)
     out = logits.softmax(-1) @ exact[2].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     lse = logits.logsumexp(-1)
-    grad_out = laid_out(tuple(out.shape), *form)
+    grad_out = make_tensor(tuple(out.shape), *form)
     right = torch.autograd.grad(out, exact, grad_out.double())
     return [q, k, v, out.detach().to(dtype), lse.detach().float(), grad_out], right
 

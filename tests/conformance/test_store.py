@@ -63,9 +63,9 @@ def test_save_of_the_same_content_writes_the_same_bytes(tmp_path, make, arrays):
     written = []
     for run, order in (("one", list(arrays)), ("two", list(arrays)[::-1])):
         # Another layout in memory is the same content.
-        laid_out = {name: np.asfortranarray(arrays[name]) for name in order}
+        columns_first = {name: np.asfortranarray(arrays[name]) for name in order}
         (tmp_path / run).mkdir()
-        save(make(), tmp_path / run / "cfg.yaml", laid_out)
+        save(make(), tmp_path / run / "cfg.yaml", columns_first)
         written.append(files_of(tmp_path / run))
     assert written[0] == written[1]
 

@@ -170,12 +170,12 @@ def test_cache_evicts_least_recently_used():
         builds.append(name)
         return name
 
-    keep = SizedCache(make_one, len, room=6)
+    keep = SizedCache(make_one, len, max_bytes=6)
     for name in ("a", "bb", "ccc", "a", "dd", "a", "ccc", "bb"):
         assert keep(name) == name
     # dd takes the place of bb, which is made again.
     assert builds == ["a", "bb", "ccc", "dd", "bb"]
-    # More than there is room for stays alone, until something else comes.
+    # A result larger than max_bytes stays alone, until another one comes.
     for name in ("eeeeeeee", "eeeeeeee", "a", "a"):
         keep(name)
     assert builds[5:] == ["eeeeeeee", "a"]
@@ -189,7 +189,7 @@ def test_cache_counts_concurrent_builds_once():
             both.wait()
         return name
 
-    keep = SizedCache(make_one, len, room=4)
+    keep = SizedCache(make_one, len, max_bytes=4)
     threads = [threading.Thread(target=keep, args=("aa",)) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from profiling.similarities.mass import ability
-from profiling.similarities.similarity_profile import Profile
+from profiling.similarities.similarity_profile import FORMAT, Profile
 
 
 def random_profile(layers: int, *, sliding: bool = False) -> Profile:
@@ -19,7 +19,7 @@ def random_profile(layers: int, *, sliding: bool = False) -> Profile:
     for task in tasks:
         mass = random.random((layers, layers))
         mass[left_out] = mass[:, left_out] = np.nan
-        arrays |= {f"mass.{task}.{by}": mass for by in ("max", "mean")}
+        arrays[f"mass.{task}"] = mass
         by_head = np.tile(mass[:, :, None], (1, 1, 2))
         arrays |= {f"{kind}.{task}": by_head for kind in ("error", "worst")}
         arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
@@ -27,7 +27,7 @@ def random_profile(layers: int, *, sliding: bool = False) -> Profile:
         missed = random.random((layers, 20))
         arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, missed)
     about = {
-        "format": 5,
+        "format": FORMAT,
         "kv_heads": 2,
         "model": "some-model",
         "num_layers": layers,

@@ -15,6 +15,7 @@ from headwise.__main__ import main
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.speed import attention_speed
+from profiling.speed.attention_speed import Size
 from profiling.speed.baselines import (
     KERNEL,
     MODEL,
@@ -25,8 +26,7 @@ from profiling.speed.baselines import (
     ratio_of_pairs,
     sentence,
 )
-from profiling.speed.config import Size
-from profiling.speed.latency import in_turn, interleaved, medians
+from profiling.speed.latency import interleaved, medians, time_calls
 from tests.profiling.conftest import tiny
 
 SIZE = Size(length=70, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
@@ -157,10 +157,10 @@ def test_interleaved_drops_the_first_round():
     assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
 
 
-def test_in_turn_without_repeats_times_one_round():
+def test_time_calls_without_repeats_times_one_round():
     calls = []
     runs = {name: lambda name=name: calls.append(name) for name in "ab"}
     for repeats, warm_up, rounds in ((0, True, 1), (2, True, 3), (2, False, 2)):
         calls.clear()
-        seconds = in_turn(runs, repeats=repeats, device="cpu", warm_up=warm_up)
+        seconds = time_calls(runs, repeats=repeats, device="cpu", warm_up=warm_up)
         assert calls == ["a", "b"] * rounds and len(seconds["a"]) == max(repeats, 1)

@@ -23,11 +23,11 @@ def test_time_layers_runs_attention_with_scale_softcap_and_sinks(family, by_torc
     model.register_forward_hook(lambda module, args, output: logits.append(output.logits[0, -1]))
     outputs = []
 
-    def in_turn(runs, **_):
+    def time_calls(runs, **_):
         outputs.append({name: run() for name, run in runs.items()})
         return {name: [1.0] for name in runs}
 
-    monkeypatch.setattr("profiling.speed.layer_times.in_turn", in_turn)
+    monkeypatch.setattr("profiling.speed.layer_times.time_calls", time_calls)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     plan = LayerPlan([make("dense")] * heads[0], heads[1])
     request = Timed(tokens=200, plans={"dense": dict.fromkeys(layers, plan)}, sdpa=True)

@@ -53,18 +53,17 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     loaded.model.set_attn_implementation("sdpa")
     n, old, groups = len(weights), LENGTH - 1 - TAIL, cache.layers[0].values.shape[1]
     rows = np.stack([w[0].double().numpy() for w in weights])[:, :, -STEPS - TAIL :]
-    mass = {"max": np.zeros((n, n)), "mean": np.zeros((n, n))}
+    mass = np.zeros((n, n))
     hit, missed = [], np.zeros((n, STEPS))
     error = np.full((STEPS, n, n, groups), np.nan)
     for step in range(STEPS):
         row = rows[:, :, TAIL + step, : LENGTH + step]
-        for by, ranked in (("max", row.max(1)), ("mean", row.mean(1))):
-            top = np.argsort(-ranked, axis=1)[:, :TOP]
-            for i in range(n):
-                mass[by][i] += row.mean(1)[:, top[i]].sum(1) / STEPS
-            if by == "max" and blocks[step] is not None:
-                span = range(*blocks[step])
-                hit.append([np.isin(span, top[i]).mean() for i in range(n)])
+        top = np.argsort(-row.max(1), axis=1)[:, :TOP]
+        for i in range(n):
+            mass[i] += row.mean(1)[:, top[i]].sum(1) / STEPS
+        if blocks[step] is not None:
+            span = range(*blocks[step])
+            hit.append([np.isin(span, top[i]).mean() for i in range(n)])
         for i, j in zip(*np.triu_indices(n), strict=True):
             values = cache.layers[j].values[0].double().numpy()[:, : LENGTH + step]
             by_head = row[j].reshape(groups, -1, LENGTH + step)
@@ -82,7 +81,7 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
             frozen = np.argsort(-ranked)[: math.ceil(FROZEN * LENGTH)]
             missed[i, step] = row[i].mean(0)[np.setdiff1d(np.arange(old), frozen)].sum()
     return {
-        **{f"mass.{task}.{by}": values for by, values in mass.items()},
+        f"mass.{task}": mass,
         f"hit.{task}": np.mean(hit, axis=0),
         f"variability.{task}": missed,
         f"error.{task}": error.mean(0),
@@ -109,8 +108,7 @@ def test_measure_leaves_out_sliding_layers(hybrid):
     assert profile.layers == [1, 4] and profile.sliding_layers == [0, 2, 3]
     measured = np.zeros((5, 5), dtype=bool)
     measured[np.ix_([1, 4], [1, 4])] = True
-    for by in ("max", "mean"):
-        np.testing.assert_array_equal(np.isfinite(profile.arrays[f"mass.{task}.{by}"]), measured)
+    np.testing.assert_array_equal(np.isfinite(profile.mass(task)), measured)
     np.testing.assert_array_equal(np.isfinite(profile.variability(task)[:, 0]), measured.any(1))
     expected = [np.nan, profile.mass(task)[1, 4], np.nan, np.nan, np.nan]
     np.testing.assert_array_equal(profile.ability(task), expected)
@@ -173,7 +171,7 @@ def test_similarity_command_writes_a_profile_and_tables(folder, tmp_path):
     assert profile.tasks == ["passkey", "kv_retrieval"] and profile.agreement.shape == (2, 2)
     assert profile.about["command"].startswith("headwise similarity --model")
     assert all(re.fullmatch("[0-9a-f]{64}", task["sha256"]) for task in profile.about["tasks"])
-    for name in ("mass.passkey.max", "worst.passkey", "ability.passkey.next8", "agreement"):
+    for name in ("mass.passkey", "worst.passkey", "ability.passkey.next8", "agreement"):
         with (out / f"{name}.csv").open() as file:
             header, *rows = list(csv.reader(file))
         array = profile.arrays[name].reshape(len(rows), -1)
@@ -192,11 +190,11 @@ def test_load_profile_refuses_other_files(tmp_path):
     with pytest.raises(HeadwiseError, match=FILE):
         load(file)
     profile = random_profile(2)
-    bare = {name: array for name, array in profile.arrays.items() if name != "mass.passkey.max"}
+    bare = {name: array for name, array in profile.arrays.items() if name != "mass.passkey"}
     longer = profile.arrays | {"variability.passkey": np.zeros((2, 4))}
     for arrays, change, said in (
         (profile.arrays, {"format": 99}, "that this release reads"),
-        (bare, {}, "mass.passkey.max"),
+        (bare, {}, "mass.passkey"),
         (longer, {}, "variability.passkey"),
     ):
         save_profile(Profile(arrays=arrays, about=profile.about | change), tmp_path)

@@ -9,10 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from profiling.evaluation.intervals import share_of
 from profiling.prompts.tokens import Encoder
-from profiling.streams import report
-from profiling.streams.config import StreamConfig
-from profiling.streams.feed import BlockStats, TokenStream, text_stream
-from profiling.streams.run import run
+from profiling.stream import Config, measure
+from profiling.token_stream import BlockStats, Series, TokenStream, row_of, text_stream
 from tests.profiling.tokenizers import byte_level
 
 STREAMING = "streaming:sinks=2,window=22"
@@ -34,16 +32,16 @@ def config(tmp_path):
     def config(out="out", **changes):
         settings = {"tokens": 90, "policies": POLICIES, "recompute": 24, "text": text}
         settings |= {"chunk": 32, "block": 32, "stride": 3, "dtype": "float32"}
-        return StreamConfig(model="tiny", out=tmp_path / out, **{**settings, **changes})
+        return Config(model="tiny", out=tmp_path / out, **{**settings, **changes})
 
     return config
 
 
 def test_stream_of_any_chunk_size_is_the_same(loaded, config):
     policies = (STREAMING, f"{STREAMING},positions=original")
+    changes = {"block": 40, "policies": policies, "recompute": 0}
     alone, chunked = (
-        run(config(f"out{chunk}", chunk=chunk, block=40, policies=policies, recompute=0), loaded)[1]
-        for chunk in (1, 20)
+        measure(config(f"out{chunk}", chunk=chunk, **changes), loaded)[1] for chunk in (1, 20)
     )
     assert list(alone["blocks"]) == list(chunked["blocks"]) == list(policies)
     for name in policies:
@@ -56,7 +54,7 @@ def test_stream_of_any_chunk_size_is_the_same(loaded, config):
 def test_stream_methods_equal_plain_forwards(loaded, config):
     """Before the window is full all methods are dense."""
     stream = config(stride=1, block=8, chunk=8, tokens=60)
-    rows, record = run(stream, loaded)
+    rows, record = measure(stream, loaded)
     by_name = {row.method: row for row in rows}
     ids = torch.tensor([text_stream(Encoder(loaded.tokenizer), stream.text, 60, 1).ids])
     with torch.no_grad():
@@ -86,8 +84,9 @@ def test_ratio_interval_has_one_sample_a_window():
     both = []
     for name, values in (("recomputed", np.zeros(40)), ("streaming", apart)):
         block = BlockStats(nll=1.0, tokens=40, probed=values.tolist())
-        both.append(report.Series(method=name, ends=(51,), blocks=(block,)))
-    row = report.rows(both, stream, window=10)[1]
+        both.append(Series(method=name, ends=(51,), blocks=(block,)))
+    base, streaming = both
+    row = row_of(streaming, base, stream, window=10)
     # The last token, 50, begins a fifth window; the rest is Student's interval of ratios.
     windows = [apart[:9], apart[9:19], apart[19:29], apart[29:39], apart[39:]]
     expected = share_of([float(part.sum()) for part in windows], [len(part) for part in windows])
@@ -95,9 +94,9 @@ def test_ratio_interval_has_one_sample_a_window():
     assert (row.low, row.high) == pytest.approx((np.exp(expected.low), np.exp(expected.high)))
     by_token = 1.96 * float(apart.std(ddof=1)) / 40**0.5
     assert row.low is not None and row.low < np.exp(0.25 - 2 * by_token)
-    alone = report.rows(both, stream, window=10)[0]
+    alone = row_of(base, base, stream, window=10)
     assert alone.ratio is alone.low is None
-    assert report.rows(both, stream, window=100)[1].ratio is None
+    assert row_of(streaming, base, stream, window=100).ratio is None
 
 
 def test_text_stream_repeats_a_short_text(tmp_path):

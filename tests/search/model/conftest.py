@@ -129,7 +129,7 @@ class Clock:
     attention: list[tuple[int, list[str], bool]] = field(default_factory=list)
     prefills: list[list[str]] = field(default_factory=list)
 
-    def in_turn(
+    def time_calls(
         self, runs: Mapping[str, Callable[[], Any]], *, warm_up: bool, **_: Any
     ) -> dict[str, list[float]]:
         (tokens,) = {run().shape[2] for run in runs.values()}
@@ -151,7 +151,7 @@ class Clock:
         return {name: [1.0 if name == HEADWISE else 2.0] for name in ways}
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("profiling.speed.layer_times.in_turn", self.in_turn)
+        patch.setattr("profiling.speed.layer_times.time_calls", self.time_calls)
         patch.setattr("search.model.speed.interleaved", self.interleaved)
         # As many rounds as there may be, however quick the search was.
         patch.setattr("search.model.speed._SHARE", 1e9)

@@ -263,7 +263,7 @@ def test_resumed_search_ignores_timings_of_another_machine(tiny_model, out, monk
 
     monkeypatch.setattr(timed_costs, "_time", timed)
     monkeypatch.setattr(
-        "profiling.speed.layer_times.in_turn", lambda runs, **_: {name: [1e-3] for name in runs}
+        "profiling.speed.layer_times.time_calls", lambda runs, **_: {name: [1e-3] for name in runs}
     )
     # Beyond the times nothing is of interest here.
     monkeypatch.setattr(search, "spendable", interrupted)

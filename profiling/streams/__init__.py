@@ -1,1 +1,0 @@
-"""Endless streams: perplexity and cache size by cache policy."""
