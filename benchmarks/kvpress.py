@@ -119,7 +119,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _contexts(options: argparse.Namespace, loaded: LoadedModel, task: str) -> Iterator[_Context]:
+def _contexts(options: argparse.Namespace, loaded: LoadedModel, name: str) -> Iterator[_Context]:
+    task = parse_task(name)
     samples = options.samples * per_context(task)
     prompts = make_prompts(
         task, loaded.tokenizer, length=options.length, samples=samples, seed=options.seed
@@ -130,7 +131,7 @@ def _contexts(options: argparse.Namespace, loaded: LoadedModel, task: str) -> It
         )
     prompts = [replace(prompt, turn=max(1, prompt.turn)) for prompt in prompts]
     for numbers in by_context(prompts):
-        yield _Context(parse_task(task).name, tuple(prompts[number] for number in numbers))
+        yield _Context(task.name, tuple(prompts[number] for number in numbers))
 
 
 def _methods(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[Method]:

@@ -33,10 +33,10 @@ from artifacts.cli.command import run_command
 from artifacts.cli.parser import ArgumentParser
 from profiling.prompts.kind import Prompt
 from profiling.prompts.metrics import score
-from profiling.prompts.prompt import make_prompts
+from profiling.prompts.prompt import Task, make_prompts
 
 _START = 300.0
-_TASKS = ("passkey", "kv_retrieval", "line_retrieval")
+_TASKS = tuple(map(Task, ("passkey", "kv_retrieval", "line_retrieval")))
 
 
 class Server:

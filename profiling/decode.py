@@ -21,7 +21,6 @@ from pydantic import Field, model_validator
 from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.cli.arguments import (
     STDOUT,
-    TASKS,
     ArtifactFile,
     Device,
     Dtype,
@@ -30,7 +29,6 @@ from artifacts.cli.arguments import (
     Length,
     ModelName,
     Seed,
-    Tasks,
     deliver,
 )
 from artifacts.cli.interrupt import while_importing
@@ -38,7 +36,8 @@ from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig
 from profiling.evaluation.cache_table import CACHES, OMNIKV, OWN
 from profiling.evaluation.config import Evaluation
 from profiling.evaluation.method_table import check_fields, check_name, method_names
-from profiling.prompts.prompt import parse_task
+from profiling.prompts.options import LISTED, Tasks, Text
+from profiling.prompts.prompt import Task
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 
 if TYPE_CHECKING:
@@ -70,10 +69,10 @@ class Config(CommandConfig):
     repeats: Annotated[
         int, Arg("timed rounds, interleaved, 0 for none", group=ADVANCED), Field(ge=0)
     ] = 5
-    tasks: Annotated[Tasks, Arg(f"what is asked (default passkey); {TASKS}; repeatable")] = (
-        "passkey",
+    tasks: Annotated[Tasks, Arg(f"what is asked (default passkey); {LISTED}; repeatable")] = (
+        Task("passkey"),
     )
-    text: Annotated[str | None, Arg("long text: adds the perplexity of its windows")] = None
+    text: Annotated[Text | None, Arg("long text: adds the perplexity of its windows")] = None
     samples: Annotated[int, Arg("prompts, or contexts, of each task, 0 for none"), Field(ge=0)] = 12
     share: Annotated[
         float, Arg("fraction of tokens that caches without fields keep", group=ADVANCED), SHARE
@@ -89,8 +88,6 @@ class Config(CommandConfig):
     def _check(self) -> Self:
         if self.artifact is None and not self.methods:
             raise HeadwiseError("name an artifact with a decode section, or caches with --methods")
-        for task in self.tasks:
-            parse_task(task)
         for name in self.methods or ():
             if self.artifact is None:
                 check_name(name, method_names(None))

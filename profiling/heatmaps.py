@@ -24,7 +24,6 @@ from pydantic import Field, model_validator
 
 from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.cli.arguments import (
-    TASKS,
     ArtifactFile,
     Device,
     Dtype,
@@ -33,14 +32,14 @@ from artifacts.cli.arguments import (
     Out,
     Revision,
     Seed,
-    Task,
 )
 from artifacts.cli.interrupt import while_importing
 from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import shorten
 from artifacts.files import check_writable, out_folder
 from profiling.pictures.registry import Head, Source, pictures
-from profiling.prompts.prompt import parse_task
+from profiling.prompts.options import LISTED, OneTask
+from profiling.prompts.prompt import Task
 from profiling.similarities.config import DEFAULT_LENGTH, SHORTEST, SimilarityConfig
 from profiling.similarities.similarity_profile import Profile, load_profile, save_profile
 
@@ -77,7 +76,7 @@ class Config(CommandConfig):
         ),
     ] = None
     head: Annotated[Head, Arg("head whose attention is drawn, as layer.head, such as 12.5")] = None
-    task: Annotated[Task, Arg(f"prompt (default passkey); {TASKS}")] = "passkey"
+    task: Annotated[OneTask, Arg(f"prompt (default passkey); {LISTED}")] = Task("passkey")
     length: Annotated[
         Length | None, Arg(f"its length in tokens (default {DEFAULT_LENGTH})"), Field(ge=_SHORTEST)
     ] = None
@@ -89,7 +88,6 @@ class Config(CommandConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        parse_task(self.task)
         if self.profile is None and self.model is None:
             raise HeadwiseError("nothing to draw from: give --profile DIR or --model M")
         for name in self.pictures or ():
@@ -203,6 +201,6 @@ def _prompt(config: Config, loaded: LoadedModel) -> tuple[Prompt, str]:
     (prompt,) = make_prompts(
         config.task, loaded.tokenizer, length=length, samples=1, seed=config.seed
     )
-    name = parse_task(config.task).name
+    name = config.task.name
     tokens = len(prompt.input_ids)
     return prompt, f"prompt: {name}, {tokens} tokens, seed {config.seed} ({digest([prompt])[:8]})"

@@ -7,11 +7,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from artifacts import HeadwiseError
-from artifacts.cli.arguments import Length, ModelName, Seed, Task
+from artifacts.cli.arguments import Length, ModelName, Seed
 from artifacts.cli.options import Arg, CommandConfig
 from profiling.progress import announce
 from profiling.prompts.kind import TaskSpec
-from profiling.prompts.prompt import KINDS, Prompt, fewer_sentences, make_prompts, parse_task
+from profiling.prompts.options import OneTask
+from profiling.prompts.prompt import KINDS, Prompt, fewer_sentences, make_prompts
 
 _MARK = "\n... {} tokens ...\n"
 
@@ -19,7 +20,9 @@ _MARK = "\n... {} tokens ...\n"
 class Config(CommandConfig):
     """The prompts to show; without a task the command lists all tasks."""
 
-    task: Annotated[Task | None, Arg("make prompts of this task, such as passkey@depth=0.5")] = None
+    task: Annotated[OneTask | None, Arg("make prompts of this task, such as passkey@depth=0.5")] = (
+        None
+    )
     model: Annotated[ModelName, Arg("whose tokenizer to use (default smollm2)")] = "smollm2"
     length: Annotated[Length, Arg("tokens of a prompt (default 1024)"), Field(ge=1)] = 1024
     samples: Annotated[int, Arg("how many prompts"), Field(ge=1)] = 1
@@ -94,7 +97,7 @@ def run(config: Config) -> int:
             raise HeadwiseError("say which task to show: --task TASK")
         print(listing())
         return 0
-    task = parse_task(config.task)
+    task = config.task
     from profiling.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)

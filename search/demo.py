@@ -16,7 +16,7 @@ from artifacts.errors import shorten
 from artifacts.files import check_folder, out_folder
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import make_prompts
+from profiling.prompts.prompt import Task, make_prompts
 from profiling.quality.answers import answer, is_right
 from runtime import load
 from runtime.fingerprint import fingerprint
@@ -85,7 +85,9 @@ def _summary(loaded: LoadedModel, config: ModelSearch, search: SearchRun) -> lis
 
 def _pass_key(loaded: LoadedModel, config: Path, length: int) -> str:
     """Answers of dense attention and of the artifact to a pass key."""
-    (prompt,) = make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=_SEED)
+    (prompt,) = make_prompts(
+        Task("passkey"), loaded.tokenizer, length=length, samples=1, seed=_SEED
+    )
     answers = {"dense attention": answer(loaded.model, loaded.tokenizer, prompt)}
     with load(config).apply(loaded.model):
         answers["Headwise"] = answer(loaded.model, loaded.tokenizer, prompt)

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from artifacts import Artifact, Evidence, HeadwiseError, TaskFigures, Verdict, load_pair
 from artifacts.cli.arguments import (
-    TASKS,
     ArtifactFile,
     Device,
     Dtype,
@@ -32,7 +31,6 @@ from artifacts.cli.arguments import (
     ModelName,
     Out,
     Seed,
-    Tasks,
     deliver,
 )
 from artifacts.cli.command import FOUND, one_process
@@ -44,7 +42,8 @@ from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
-from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
+from profiling.prompts.options import LISTED, Tasks, words
+from profiling.prompts.prompt import GATE_TASKS, Prompt
 from profiling.quality.sequences import Reference, TokenSequence, sequences
 from runtime.fingerprint import check
 from runtime.layers import make_plans
@@ -78,7 +77,7 @@ class Config(CommandConfig):
         Out | None, Arg("write the artifact for this model, with its fingerprint and evidence")
     ] = None
     tasks: Annotated[
-        Tasks | None, Arg(f"what is asked (default {' '.join(GATE_TASKS)}); {TASKS}; repeatable")
+        Tasks | None, Arg(f"what is asked (default {words(GATE_TASKS)}); {LISTED}; repeatable")
     ] = None
     length: Annotated[Length | None, Arg("tokens of a prompt (default: the searched length)")] = (
         None
@@ -95,12 +94,6 @@ class Config(CommandConfig):
     dtype: Dtype = "auto"
     device: Device = "auto"
     as_json: Json = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for task in self.tasks or ():
-            parse_task(task)
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from profiling.models.device import settled
 from profiling.models.loading import load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import make_prompts, parse_task
+from profiling.prompts.prompt import make_prompts
 from profiling.ranks import Ranks
 from runtime.devices import execution_device
 from runtime.fingerprint import fingerprint
@@ -76,7 +76,6 @@ def run(config: ModelSearch) -> SearchRun:
     length = config.length or PAPER_LENGTH
     tail = config.dense_tail or 0
     target = target_tiles(_budget(config), length, tail)
-    parse_task(task)
     loaded = load_model(
         config.model, dtype=config.dtype, device=config.device, revision=config.revision
     )
@@ -248,7 +247,7 @@ def _write(
     search = search_info(
         run,
         command=config.command,
-        tasks=(parse_task(config.paper_tasks[0]).name,),
+        tasks=(config.paper_tasks[0].name,),
         samples=1,
         preset="paper",
         seed=config.seed,

@@ -20,7 +20,6 @@ from artifacts.cli.options import ADVANCED, LARGEST, Arg
 from artifacts.errors import HeadwiseError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-TASKS = "headwise tasks lists them"
 # --json without a file.
 STDOUT = Path("-")
 
@@ -45,9 +44,6 @@ YamlFile = Annotated[
 """The same, for commands that read nothing but an artifact."""
 ModelName = Annotated[str, Arg("hub id, local folder, GGUF file, smollm2 or gemma3", None, "MODEL")]
 Length = Annotated[int, Field(ge=0, le=LARGEST), Arg("tokens of a prompt")]
-Task = Annotated[str, Arg(metavar="TASK")]
-"""A task with parameters, such as passkey@depth=0.5 or text:FILE."""
-Tasks = Annotated[tuple[str, ...], Arg(flags=("--task",), metavar="TASK", repeat=True)]
 Out = Annotated[Path, Arg(metavar="FILE")]
 """The file to write."""
 Json = Annotated[

@@ -6,13 +6,12 @@ Imports no torch, so that a wrong option is refused at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from artifacts import HeadwiseError
 from artifacts.cli.arguments import (
-    TASKS,
     ArtifactFile,
     Device,
     Dtype,
@@ -21,12 +20,12 @@ from artifacts.cli.arguments import (
     Out,
     Revision,
     Seed,
-    Tasks,
 )
 from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig
 from profiling.evaluation.cache_table import CACHES
 from profiling.evaluation.method_table import METHODS, default_methods
-from profiling.prompts.prompt import DEFAULT_TASKS, parse_task
+from profiling.prompts.options import LISTED, Tasks, Text, words
+from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Task
 
 DEFAULT_METHODS = default_methods(tails=True)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -34,6 +33,19 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ALL_TASKS = "all"
 # The task that has a grid of depths.
 GRID = "niah_single_2"
+
+
+def _expanded(names: Any) -> Any:
+    """Put all tasks that need no file in the place of ALL_TASKS."""
+    if not isinstance(names, tuple):
+        return names
+    free = (Task(kind.name) for kind in KINDS.values() if kind.takes_file != "must")
+    by_name = {ALL_TASKS: tuple(free)}
+    return tuple(task for name in names for task in by_name.get(name, (name,)))
+
+
+AllTasks = Annotated[Tasks, BeforeValidator(_expanded)]
+"""Tasks, of which ALL_TASKS is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +59,7 @@ class Evaluation:
         density: what single kinds are fitted to; the artifact's own if None.
     """
 
-    tasks: tuple[str, ...] = DEFAULT_TASKS
+    tasks: tuple[Task, ...] = DEFAULT_TASKS
     lengths: tuple[int, ...]
     methods: tuple[str, ...]
     samples: int = 12
@@ -56,10 +68,6 @@ class Evaluation:
     density: float | None = None
     seed: int = 1000
     seeds: int = 1
-
-    def __post_init__(self) -> None:
-        for task in self.tasks:
-            parse_task(task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +99,15 @@ class Config(CommandConfig):
         Arg("folder of the report: index.html, evaluation.json, the resume file", metavar="FOLDER"),
     ]
     tasks: Annotated[
-        Tasks | None,
+        AllTasks | None,
         Arg(
             f"what is asked, `all` for all that need no file (default "
-            f"{' '.join(DEFAULT_TASKS)}); {TASKS}; repeatable"
+            f"{words(DEFAULT_TASKS)}); {LISTED}; repeatable"
         ),
     ] = None
     text: Annotated[
-        str | None, Arg("long text: adds perplexity by position, and is the haystack of the needle")
+        Text | None,
+        Arg("long text: adds perplexity by position, and is the haystack of the needle"),
     ] = None
     length: Annotated[
         tuple[Annotated[Length, Field(ge=1)], ...] | None,
@@ -158,9 +167,6 @@ class Config(CommandConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for task in self.tasks or ():
-            if task != ALL_TASKS:
-                parse_task(task)
         asked = any(each is not None for each in (self.tasks, self.text, self.samples))
         if self.speed_only and (asked or not self.speed):
             raise HeadwiseError(

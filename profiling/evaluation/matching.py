@@ -16,12 +16,12 @@ from kernels.index import SparseIndex, num_tiles, with_dense_tail
 from kernels.patterns import KINDS, AShape, Inputs, LayerPlan, Pattern, make
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
-from profiling.prompts.prompt import make_prompts
+from profiling.prompts.prompt import Task, make_prompts
 from runtime.devices import execution_device
 from runtime.layers import make_plans
 
 # Prompts that sizes are fitted on: of no evaluation's seed.
-CALIBRATION_TASK = "passkey"
+CALIBRATION_TASK = Task("passkey")
 CALIBRATION_SEED = 7_777_777
 _CHOOSING = ("vertical_slash", "block_sparse")
 # Sizes along which a pattern grows: larger n never costs less.

@@ -18,7 +18,7 @@ from torch import Tensor
 from artifacts import Artifact, HeadwiseError
 from artifacts.errors import reason, shorten
 from artifacts.store.hashing import canonical_json
-from profiling.evaluation.config import ALL_TASKS, GRID, Evaluation
+from profiling.evaluation.config import GRID, Evaluation
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import Row, rows_of
 from profiling.finite import check_finite
@@ -27,7 +27,7 @@ from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Overlap, Seen, seeded_prompts, units
-from profiling.prompts.prompt import KINDS, Fewer, Prompt, Task, parse_task, per_context
+from profiling.prompts.prompt import Fewer, Prompt, Task, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.method import Method
 from profiling.quality.sequences import kl_divergence
@@ -73,37 +73,30 @@ class Measured(NamedTuple):
     fewer_prompts: list[Fewer]
 
 
-def tasks_of(names: Sequence[str], text: str | None) -> tuple[str, ...]:
-    """The tasks that were asked for, each once, as parse_task reads them.
+def tasks_of(tasks: Sequence[Task], text: Task | None) -> tuple[Task, ...]:
+    """The tasks that were asked for, each once.
 
     Args:
-        names: of tasks; `all` are those that need no file.
+        tasks: of any kinds.
         text: the haystack of each GRID task that names no file, and a task of its own.
 
     Raises:
         HeadwiseError: two tasks have one name.
     """
-    tasks: list[Task] = []
-    for name in names:
-        if name == ALL_TASKS:
-            tasks += [Task(kind.name) for kind in KINDS.values() if kind.takes_file != "must"]
-        else:
-            tasks.append(parse_task(name))
+    asked = list(tasks)
     if text is not None:
-        whole = parse_task(f"text:{text}")
-        tasks = [
-            replace(task, file=whole.file) if task.kind == GRID and task.file is None else task
-            for task in tasks
+        asked = [
+            replace(task, file=text.file) if task.kind == GRID and task.file is None else task
+            for task in asked
         ]
-        tasks.append(whole)
+        asked.append(text)
     # By file, however its path is written.
-    by_file = {replace(task, file=task.file and task.file.resolve()): task for task in tasks}
-    tasks = list(by_file.values())
-    names = [task.name for task in tasks]
+    by_file = {replace(task, file=task.file and task.file.resolve()): task for task in asked}
+    names = [task.name for task in by_file.values()]
     for name in names:
         if names.count(name) > 1:
             raise HeadwiseError(f"--task has two tasks {name}: their files need different names")
-    return tuple(map(str, tasks))
+    return tuple(by_file.values())
 
 
 def check_lengths(file: Path, artifact: Artifact, lengths: Sequence[int]) -> None:
@@ -125,8 +118,7 @@ def check_lengths(file: Path, artifact: Artifact, lengths: Sequence[int]) -> Non
 def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
     """Make all prompts of one length; windows of texts are unseen ones as far as there are any."""
     sets = []
-    for name in config.tasks:
-        task = parse_task(name)
+    for task in config.tasks:
         gridded = task.kind == GRID and not any(
             parameter == "depth" for parameter, _ in task.parameters
         )

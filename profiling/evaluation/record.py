@@ -165,7 +165,12 @@ def as_json(record: Record) -> dict[str, Any]:
             "dense_below": record.artifact.prefill.dense_below,
             "seeds": dict(record.seeds),
         },
-        "settings": {**asdict(record.config), "device": record.device, "dtype": record.dtype},
+        "settings": {
+            **asdict(record.config),
+            "tasks": list(map(str, record.config.tasks)),
+            "device": record.device,
+            "dtype": record.dtype,
+        },
         "environment": dict(record.environment),
         "methods": _plain(record.methods),
         "figures": _plain(record.estimates),

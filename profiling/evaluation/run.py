@@ -30,7 +30,7 @@ from profiling.evaluation.times import Times, measure
 from profiling.ledger import Ledger
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import DEFAULT_TASKS
+from profiling.prompts.prompt import DEFAULT_TASKS, Task, parse_task
 from profiling.speed.baselines import HEADWISE, LEAST, MODEL
 from runtime.fingerprint import check, compare
 
@@ -41,7 +41,7 @@ _QUICK_LENGTH = 2048
 _QUICK_SAMPLES = 2
 _QUICK_REPEATS = 2
 _QUICK_DEPTHS = (0.0, 0.5, 1.0)
-_QUICK_TASKS = ("line_turns@questions=4", *DEFAULT_TASKS[1:])
+_QUICK_TASKS = (parse_task("line_turns@questions=4"), *DEFAULT_TASKS[1:])
 _SPEED_METHODS = (MODEL, HEADWISE)
 
 
@@ -126,7 +126,7 @@ def quality_of(
     quick = config.quick
     others = other_artifacts or {}
     names = method_names(artifact, others)
-    tasks: Sequence[str] = config.tasks or ()
+    tasks: Sequence[Task] = config.tasks or ()
     lengths: Sequence[int] = config.length or ()
     if quick:
         usual_samples = _QUICK_SAMPLES

@@ -19,7 +19,7 @@ import torch
 
 from profiling.models.loading import LoadedModel
 from profiling.progress import bar
-from profiling.prompts.prompt import make_prompts
+from profiling.prompts.prompt import Task, make_prompts
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
@@ -29,7 +29,7 @@ from runtime.devices import execution_device
 from runtime.layers import heads_of, make_plans, text_config
 from runtime.memory import cache_bytes
 
-_TASK = "passkey"
+_TASK = Task("passkey")
 _SEED = 424_242
 # Tokens of a random prompt that are prefilled at a time.
 _CHUNK = 2048

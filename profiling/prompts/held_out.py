@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from artifacts import HeadwiseError, seen_windows
 from profiling.prompts.kind import Span
-from profiling.prompts.prompt import Prompt, Task, make_prompts, parse_task, per_context
+from profiling.prompts.prompt import Prompt, Task, make_prompts, per_context
 from profiling.prompts.tokens import Ids, flat
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _prompts_of_text(
 
 
 def unseen_prompts(
-    task: str | Task,
+    task: Task,
     tokenizer: Any,
     *,
     length: int,
@@ -147,7 +147,7 @@ def unseen_prompts(
     """Make prompts as make_prompts does, of a text those that searches have not seen.
 
     Args:
-        task: as profiling.prompts.prompt.parse_task reads it.
+        task: its kind, file and parameters.
         tokenizer: the model's.
         length: in tokens.
         samples: number of prompts.
@@ -155,8 +155,6 @@ def unseen_prompts(
         seen: text that searches have seen; it is used only where there is no other.
         previous: cells of the text that have prompts of other seeds.
     """
-    if isinstance(task, str):
-        task = parse_task(task)
     options: dict[str, Any] = {"length": length, "samples": samples, "seed": seed}
     if not task.has_text:
         return Unseen(make_prompts(task, tokenizer, **options), 0)
@@ -176,7 +174,7 @@ def unseen_prompts(
 
 
 def held_out(
-    tasks: Sequence[str],
+    tasks: Iterable[Task],
     tokenizer: Any,
     *,
     length: int,
@@ -188,7 +186,7 @@ def held_out(
     """Make prompts of the tasks that nothing has seen; those of a task share no text.
 
     Args:
-        tasks: as profiling.prompts.prompt.parse_task reads them.
+        tasks: each is asked once.
         tokenizer: the model's.
         length: in tokens.
         samples: prompts of each task, or contexts with all questions that share one.
@@ -201,7 +199,7 @@ def held_out(
     """
     at = seed + SEED * (1 + number * _STRIDE)
     prompts: list[Prompt] = []
-    for task in map(parse_task, dict.fromkeys(tasks)):
+    for task in dict.fromkeys(tasks):
         many = samples * per_context(task)
         options: dict[str, Any] = {"length": length, "samples": many, "seed": at}
         if not task.has_text:
@@ -226,7 +224,7 @@ def held_out(
 
 
 def seeded_prompts(
-    task: str | Task,
+    task: Task,
     tokenizer: Any,
     *,
     length: int,

@@ -49,14 +49,6 @@ for _file in (
     import_module(f"profiling.prompts.{_file}")
 # By name: the order does not depend on the order of imports.
 KINDS: dict[str, TaskSpec] = dict(sorted(REGISTERED.items()))
-# Default tasks of an evaluation; docs/results.md has the table that they were selected by.
-# Questions of a later turn share a context: 16 of them cost little more than one.
-DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
-# Default calibration tasks of a search: artifacts calibrated on these lose no more of the answers
-# of a later turn.
-CALIBRATED_TASKS = ("line_asked", "chain", "prose")
-# Default tasks of a search's gate: all kinds of answers in one prefill.
-GATE_TASKS = ("facts", "prose")
 TASKS = ", ".join(KINDS) + " (headwise tasks explains them)"
 
 
@@ -145,8 +137,18 @@ def _parameters(kind: TaskSpec, text: str) -> tuple[tuple[str, float | int], ...
     return tuple((name, values[name]) for name in by_name if name in values)
 
 
+# Default tasks of an evaluation; docs/results.md has the table that they were selected by.
+# Questions of a later turn share a context: 16 of them cost little more than one.
+DEFAULT_TASKS = tuple(map(parse_task, ("line_turns@questions=16", "line_asked", "chain", "prose")))
+# Default calibration tasks of a search: artifacts calibrated on these lose no more of the answers
+# of a later turn.
+CALIBRATED_TASKS = tuple(map(parse_task, ("line_asked", "chain", "prose")))
+# Default tasks of a search's gate: all kinds of answers in one prefill.
+GATE_TASKS = tuple(map(parse_task, ("facts", "prose")))
+
+
 def make_prompts(
-    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int
+    task: Task, tokenizer: Any, *, length: int, samples: int, seed: int
 ) -> list[Prompt]:
     """Make `samples` prompts of exactly `length` tokens.
 
@@ -154,7 +156,7 @@ def make_prompts(
     tasks. The first ones do not depend on `samples`.
 
     Args:
-        task: as parse_task reads it.
+        task: its kind, file and parameters.
         tokenizer: any transformers tokenizer; its tokens at the start of a sequence count among
             the `length` tokens.
         length: in tokens.
@@ -162,11 +164,9 @@ def make_prompts(
         seed: equal seeds, tokenizers and files yield equal prompts.
 
     Raises:
-        HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length
+        HeadwiseError: a file that is missing, empty, malformed or too short; a length
             that the question alone fills.
     """
-    if isinstance(task, str):
-        task = parse_task(task)
     for name, value in (("length", length), ("samples", samples)):
         if value < 1:
             raise HeadwiseError(f"{name} must be at least 1, got {value}")
@@ -187,10 +187,8 @@ def make_prompts(
     return [replace(prompt, task=task.name, metric=kind.metric) for prompt in prompts]
 
 
-def per_context(task: str | Task) -> int:
+def per_context(task: Task) -> int:
     """Number of prompts of a task that share a context and its prefill."""
-    if isinstance(task, str):
-        task = parse_task(task)
     names = {parameter.name for parameter in KINDS[task.kind].parameters}
     if "questions" in names:
         return int(dict(task.parameters).get("questions", 8))
@@ -215,15 +213,11 @@ def fewer_sentence(fewer: Fewer) -> str:
 
 
 def fewer_sentences(
-    tasks: Iterable[str | Task], prompts: Iterable[Prompt], *, length: int, samples: int
+    tasks: Iterable[Task], prompts: Iterable[Prompt], *, length: int, samples: int
 ) -> list[str]:
     """Name the tasks whose text has fewer prompts than `samples`."""
     counts = Counter(prompt.task for prompt in prompts)
-    names = dict.fromkeys(
-        task.name
-        for task in (parse_task(each) if isinstance(each, str) else each for each in tasks)
-        if task.has_text
-    )
+    names = dict.fromkeys(task.name for task in tasks if task.has_text)
     return [
         fewer_sentence(Fewer(name, length, counts[name], samples))
         for name in names

@@ -8,21 +8,20 @@ from pydantic import Field, model_validator
 
 from artifacts import HeadwiseError
 from artifacts.cli.arguments import (
-    TASKS,
     Device,
     Dtype,
     Length,
     ModelName,
     Revision,
     Seed,
-    Tasks,
 )
 from artifacts.cli.options import ADVANCED, Arg, CommandConfig
+from profiling.prompts.options import LISTED, Tasks, words
 from profiling.prompts.prompt import TASKS as KNOWN_TASKS
 from profiling.prompts.prompt import parse_task
 from profiling.similarities.similarity_profile import file_name
 
-DEFAULT_TASKS = ("multi_hop", "two_stage_retrieval", "kv_retrieval")
+DEFAULT_TASKS = tuple(map(parse_task, ("multi_hop", "two_stage_retrieval", "kv_retrieval")))
 DEFAULT_LENGTH = 4096
 # OmniKV's own budget.
 DEFAULT_TOP_K = 2048
@@ -38,7 +37,7 @@ class Decoded(CommandConfig):
 
     model: ModelName
     tasks: Annotated[
-        Tasks, Arg(f"prompts to decode (default {' '.join(DEFAULT_TASKS)}); {TASKS}; repeatable")
+        Tasks, Arg(f"prompts to decode (default {words(DEFAULT_TASKS)}); {LISTED}; repeatable")
     ] = DEFAULT_TASKS
     length: Annotated[
         Length | None, Arg(f"tokens of a prompt (default {DEFAULT_LENGTH})"), Field(ge=SHORTEST)
@@ -54,7 +53,7 @@ class Decoded(CommandConfig):
     def _check_tasks(self) -> Self:
         if not self.tasks:
             raise HeadwiseError(f"no task given; known: {KNOWN_TASKS}")
-        names = [file_name(parse_task(task).name) for task in self.tasks]
+        names = [file_name(task.name) for task in self.tasks]
         for name in names:
             if names.count(name) > 1:
                 raise HeadwiseError(f"two tasks are called {name!r}: give each a name of its own")

@@ -29,7 +29,6 @@ from profiling.prompts.prompt import (
     digest,
     fewer_sentences,
     make_prompts,
-    parse_task,
 )
 from profiling.prompts.tokens import Encoder
 from profiling.similarities.accumulator import FROZEN, Accumulator, worst_of
@@ -62,10 +61,9 @@ def measure(
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     identity = identity_of(loaded.model, loaded.name).key
     config = resolve(config, loaded.name, model.max_positions)
-    tasks = [parse_task(task) for task in config.tasks]
     if prompts is None:
         prompts = prompts_of(config, loaded.tokenizer)
-        for task in tasks:
+        for task in config.tasks:
             own = prompts[task.name]
             length = prompt_length(config, task)
             for line in fewer_sentences([task], own, length=length, samples=config.samples):
@@ -73,14 +71,14 @@ def measure(
     arrays: dict[str, np.ndarray] = {}
     total = sum(map(len, prompts.values())) * config.steps
     with phase("decoding", total, "steps") as shown:
-        for task in tasks:
+        for task in config.tasks:
             by_prompt = [
                 _measure_prompt(config, loaded, prompt, ledger, shown)
                 for prompt in prompts[task.name]
             ]
             arrays |= _arrays(task.name, by_prompt, model.num_layers, config.steps)
     first = by_prompt[0]
-    arrays["agreement"] = agreement([arrays[f"mass.{task.name}"] for task in tasks])
+    arrays["agreement"] = agreement([arrays[f"mass.{task.name}"] for task in config.tasks])
     about = {
         "format": FORMAT,
         "model": model.name,
@@ -149,7 +147,7 @@ def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Promp
             samples=config.samples,
             seed=config.seed,
         )
-        for task in map(parse_task, config.tasks)
+        for task in config.tasks
     }
 
 

@@ -26,7 +26,7 @@ from artifacts.cli.options import ADVANCED, POSITIVE, Arg
 from profiling.models.device import settled
 from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
-from profiling.prompts.prompt import Prompt, parse_task
+from profiling.prompts.prompt import Prompt
 from profiling.similarities.config import Decoded, SimilarityConfig
 from profiling.similarities.layer_similarity import measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
@@ -202,10 +202,9 @@ def _check_profile(config: Config, profile: Profile, loaded: LoadedModel) -> Non
 
 def _held_out(search: SectionSearch, measured: SimilarityConfig) -> dict[str, list[Prompt]]:
     """Held-out prompts by the name of their task."""
-    tasks = {task: parse_task(task) for task in measured.tasks}
-    lengths = {name: prompt_length(measured, task) for name, task in tasks.items()}
+    lengths = {task: prompt_length(measured, task) for task in measured.tasks}
     by_task = search.held_out(lengths, 0, samples=measured.samples, seed=measured.seed)
-    return {tasks[name].name: prompts for name, prompts in by_task.items()}
+    return {task.name: prompts for task, prompts in by_task.items()}
 
 
 def _check_rules(config: Config, loaded: LoadedModel) -> None:

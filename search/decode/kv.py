@@ -23,7 +23,6 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from artifacts import H2O, Artifact, HeadwiseError, KVCache, ModelInfo
 from artifacts.cli.arguments import (
-    TASKS,
     ArtifactFile,
     Device,
     Dtype,
@@ -33,7 +32,6 @@ from artifacts.cli.arguments import (
     ModelName,
     Out,
     Seed,
-    Tasks,
     deliver,
 )
 from artifacts.cli.options import ADVANCED, SHARE, Arg, CommandConfig, bytes_of
@@ -44,12 +42,13 @@ from profiling.models.device import settled
 from profiling.models.loading import LoadedModel
 from profiling.progress import announce, phase
 from profiling.prompts.held_out import unit_means, units
+from profiling.prompts.options import LISTED, Tasks
 from profiling.prompts.prompt import (
     Prompt,
+    Task,
     digest,
     fewer_sentences,
     make_prompts,
-    parse_task,
 )
 from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, check_section, layer_kinds, window_of
@@ -81,8 +80,8 @@ class Config(CommandConfig):
     ] = None
     context: Annotated[int | None, Arg("tokens that --target-bytes is for"), Field(ge=1)] = None
     tasks: Annotated[
-        Tasks, Arg(f"prompts to measure on (default multi_hop passkey); {TASKS}; repeatable")
-    ] = ("multi_hop", "passkey")
+        Tasks, Arg(f"prompts to measure on (default multi_hop passkey); {LISTED}; repeatable")
+    ] = (Task("multi_hop"), Task("passkey"))
     length: Annotated[Length, Arg("their length in tokens (default 2048)"), Field(ge=256)] = 2048
     samples: Annotated[int, Arg("of each task", group=ADVANCED), Field(ge=1)] = 2
     forced: Annotated[
@@ -110,8 +109,6 @@ class Config(CommandConfig):
             raise HeadwiseError(
                 "--target-bytes needs --context, and --context needs --target-bytes"
             )
-        for task in self.tasks:
-            parse_task(task)
         if self.forced >= self.length:
             raise HeadwiseError(
                 f"--forced must be below --length ({self.length}), got {self.forced}"

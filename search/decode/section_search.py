@@ -18,7 +18,7 @@ from profiling.ledger import Ledger
 from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
-from profiling.prompts.prompt import Prompt
+from profiling.prompts.prompt import Prompt, Task
 from runtime.fingerprint import check
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class SectionSearch:
         )
 
     def held_out(
-        self, lengths: Mapping[str, int], number: int, *, samples: int, seed: int
-    ) -> dict[str, list[Prompt]]:
+        self, lengths: Mapping[Task, int], number: int, *, samples: int, seed: int
+    ) -> dict[Task, list[Prompt]]:
         """Prompts of each task that no search has seen; sets of other numbers differ.
 
         Args:

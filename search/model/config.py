@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from artifacts import HeadwiseError
 from artifacts.cli.arguments import (
-    TASKS,
     Backend,
     Device,
     Dtype,
@@ -20,18 +19,18 @@ from artifacts.cli.arguments import (
     Picture,
     Revision,
     Seed,
-    Tasks,
 )
 from artifacts.cli.options import ADVANCED, Arg, CommandConfig, bytes_of
 from artifacts.schema.search import CostUnit
-from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
+from profiling.prompts.options import LISTED, Tasks, words
+from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, Task
 from search.model.limits import Limits
 from search.study import STORAGE_HELP
 
 # Defaults of --preset paper.
 PAPER_LENGTH = 30_000
 PAPER_BUDGET = "a_shape:1024,4096"
-PAPER_TASK = "kv_retrieval"
+PAPER_TASK = Task("kv_retrieval")
 # What it has no use for.
 _NOT_PAPER = ("samples", "cost", "storage", "limits", "max_memory", "keep")
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask
@@ -72,8 +71,8 @@ class ModelSearch(CommandConfig):
     tasks: Annotated[
         Tasks,
         Arg(
-            f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}), text:FILE for text "
-            f"like yours; {TASKS}; repeatable"
+            f"what prompts are made of (default {words(CALIBRATED_TASKS)}), text:FILE for text "
+            f"like yours; {LISTED}; repeatable"
         ),
     ] = CALIBRATED_TASKS
     length: Annotated[
@@ -142,7 +141,7 @@ class ModelSearch(CommandConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [parse_task(task).name for task in dict.fromkeys(self.tasks)]
+        names = [task.name for task in dict.fromkeys(self.tasks)]
         for name in names:
             if names.count(name) > 1:
                 raise HeadwiseError(
@@ -184,14 +183,14 @@ class ModelSearch(CommandConfig):
             )
 
     @property
-    def paper_tasks(self) -> tuple[str, ...]:
+    def paper_tasks(self) -> tuple[Task, ...]:
         """The task of --preset paper."""
         if "tasks" in self.model_fields_set:
             return self.tasks
         return (PAPER_TASK,)
 
     @property
-    def held_out_tasks(self) -> tuple[str, ...]:
+    def held_out_tasks(self) -> tuple[Task, ...]:
         """Tasks of held-out prompts: the calibrated ones, by default in fewer prefills."""
         if self.tasks == CALIBRATED_TASKS:
             return GATE_TASKS

@@ -16,9 +16,9 @@ from profiling.prompts.prompt import (
     CALIBRATED_TASKS,
     GATE_TASKS,
     Prompt,
+    Task,
     fewer_sentences,
     make_prompts,
-    parse_task,
     per_context,
 )
 from search.model.config import ModelSearch
@@ -65,7 +65,7 @@ def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -
 
 
 def whole_contexts(
-    tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int
+    tasks: Iterable[Task], loaded: LoadedModel, *, length: int, samples: int, seed: int
 ) -> list[Prompt]:
     """`samples` contexts of each task, each task once, with all questions that share one."""
     return [
@@ -86,7 +86,7 @@ class HeldOut:
 
     def __init__(
         self,
-        tasks: Iterable[str],
+        tasks: Iterable[Task],
         loaded: LoadedModel,
         *,
         length: int,
@@ -148,7 +148,7 @@ class HeldOut:
             options = {**self._options, "length": tokens, "number": number, "seen": self._seen}
             prompts = []
             for task in self.tasks:
-                if (parse_task(task).kind in ("text", "prose")) == (kind == "text"):
+                if (task.kind in ("text", "prose")) == (kind == "text"):
                     samples = contexts * self._samples
                     prompts += self._batch(task, samples, options, required=required)
             return prompts
@@ -168,7 +168,7 @@ class HeldOut:
         return prompts
 
     def _batch(
-        self, task: str, contexts: int, options: Mapping[str, Any], *, required: bool
+        self, task: Task, contexts: int, options: Mapping[str, Any], *, required: bool
     ) -> list[Prompt]:
         """The prompts of a task: as many contexts as asked for, or as its text has.
 
@@ -183,7 +183,7 @@ class HeldOut:
             except LengthTooShort:
                 raise
             except HeadwiseError as error:
-                if not parse_task(task).has_text:
+                if not task.has_text:
                     raise
                 fault = error
             contexts //= 2
@@ -193,7 +193,7 @@ class HeldOut:
 
 
 def announce_fewer(
-    tasks: Iterable[str], prompts: Sequence[Prompt], *, length: int, samples: int
+    tasks: Iterable[Task], prompts: Sequence[Prompt], *, length: int, samples: int
 ) -> None:
     """Announce each task whose text has fewer prompts than `samples`."""
     for task in dict.fromkeys(tasks):

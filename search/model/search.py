@@ -16,7 +16,6 @@ from artifacts.files import check_writable
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import parse_task
 from profiling.quality.sequences import check_logits
 from profiling.ranks import Ranks, ranks
 from runtime.fingerprint import fingerprint
@@ -111,7 +110,7 @@ def search_model(
         seen=seen,
         ranks=joined,
         began=began,
-        tasks=list(dict.fromkeys(parse_task(task).name for task in config.tasks)),
+        tasks=list(dict.fromkeys(task.name for task in config.tasks)),
     )
     with started as record:
         # Curves: each prompt is one dense pass forward and back, on which heads try candidates.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from profiling.prompts.prompt import digest, make_prompts
+from profiling.prompts.prompt import digest
 from tests.profiling.tokenizers import byte_level
+from tests.typed import make_prompts
 
 
 def digests(tasks: Sequence[str]) -> list[str]:

@@ -11,9 +11,9 @@ from artifacts import Decode, OmniKV
 from artifacts.schema.search import FrontierPoint
 from profiling.models.loading import load_model
 from profiling.pictures.registry import Source, pictures
-from profiling.prompts.prompt import make_prompts
 from tests.profiling.conftest import folder, searched, sketched
 from tests.profiling.pictures import random_profile, texts_outside
+from tests.typed import make_prompts
 
 __all__ = ["folder", "searched", "sketched"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from artifacts import HeadwiseError
-from profiling.prompts import held_out as module
-from profiling.prompts.held_out import GATE_SET, Seen, seeded_prompts, text_of
+from profiling.prompts.held_out import GATE_SET, Seen, text_of
 from profiling.prompts.metrics import score
-from profiling.prompts.prompt import KINDS, Prompt, digest, make_prompts, parse_name, per_context
+from profiling.prompts.prompt import KINDS, Prompt, digest, parse_name
+from tests import typed as module
 from tests.conformance.task_definitions import CUES, INSIDE, NEEDLES, SOLVERS, TEXTS
 from tests.conformance.task_digests import digests
 from tests.processes import Process
@@ -20,6 +20,7 @@ from tests.profiling.conftest import story, tokenizer
 from tests.profiling.prompts.files import LONG, count_overlaps, file_task
 from tests.profiling.tokenizers import byte_level
 from tests.sampling import sampled
+from tests.typed import make_prompts, per_context, seeded_prompts
 
 __all__ = ["story", "tokenizer"]
 

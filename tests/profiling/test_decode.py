@@ -11,10 +11,10 @@ import torch
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
 from headwise.__main__ import main
 from profiling.evaluation.speed import at_random
-from profiling.prompts.prompt import make_prompts
 from profiling.quality.forced_decode import begin, forced_losses
 from runtime.fingerprint import fingerprint
 from tests.profiling.conftest import text_losses
+from tests.typed import make_prompts
 
 
 @pytest.fixture

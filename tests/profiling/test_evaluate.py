@@ -19,7 +19,7 @@ from profiling.evaluation.record import evidence_of
 from profiling.evaluation.report import Report
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
+from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, Task
 from profiling.prompts.texts import read_ids
 from profiling.prompts.tokens import Encoder
 from tests.profiling.conftest import LENGTH
@@ -126,7 +126,7 @@ def test_evaluate_quick_takes_few_prefills(command, monkeypatch):
     names = [each["name"] for each in record["methods"]]
     assert names == ["dense", "headwise", "vertical_slash", "a_shape"]
     tasks = {each["task"] for each in record["figures"]}
-    assert tasks == {"line_turns@questions=4", *DEFAULT_TASKS[1:], "all answers"}
+    assert tasks == {"line_turns@questions=4", *map(str, DEFAULT_TASKS[1:]), "all answers"}
     assert record["memory"] == [] and len(record["prefill"]) == 5
 
 
@@ -204,7 +204,7 @@ def test_evaluate_default_tasks_and_length(searched):
     assert defaults() == (DEFAULT_TASKS, (LENGTH,))
     assert defaults("--quick")[0] != DEFAULT_TASKS
     assert defaults("--speed-only") == ((), (LENGTH,))
-    assert defaults("--length 800 700 --task passkey") == (("passkey",), (700, 800))
+    assert defaults("--length 800 700 --task passkey") == ((Task("passkey"),), (700, 800))
 
 
 def test_evaluate_of_more_methods_and_tasks_runs_new_trials_only(command, invented):

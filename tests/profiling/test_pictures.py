@@ -22,12 +22,12 @@ from profiling.pictures.candidates import candidates_figure, frontier
 from profiling.pictures.drawing import save, shade
 from profiling.pictures.patterns import draw_pattern_map, figure
 from profiling.pictures.similarity import curve_figure, similarity_figure
-from profiling.prompts.prompt import make_prompts
 from profiling.similarities.similarity_profile import save_profile
 from tests.artifacts.conftest import build_every_kind
 from tests.profiling.pictures import random_profile, texts_outside
 from tests.sampling import sampled
 from tests.tiny_text_model import save_tiny
+from tests.typed import make_prompts
 
 LENGTH = 900
 

@@ -16,7 +16,6 @@ from artifacts import HeadwiseError
 from headwise.__main__ import main
 from profiling.inside.residual import ResidualStream
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import make_prompts
 from profiling.similarities.accumulator import FROZEN, WORST, Accumulator
 from profiling.similarities.config import TAIL, SimilarityConfig
 from profiling.similarities.layer_similarity import measure
@@ -24,6 +23,7 @@ from profiling.similarities.mass import ability, agreement
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile
 from profiling.similarities.similarity_profile import load_profile as load
 from tests.profiling.pictures import random_profile
+from tests.typed import make_prompts
 
 LENGTH, STEPS, TOP = 980, 20, 100
 SMALL: dict[str, Any] = {"length": 400, "steps": 4}

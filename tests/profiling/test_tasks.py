@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headwise.__main__ import main
-from profiling.prompts.prompt import KINDS, make_prompts
+from profiling.prompts.prompt import KINDS
+from tests.typed import make_prompts
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,16 +17,16 @@ from kernels.index import TILE
 from kernels.patterns import LayerPlan, make
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import GATE_SET, Seen
-from profiling.prompts.prompt import GATE_TASKS, make_prompts, per_context
+from profiling.prompts.prompt import GATE_TASKS
 from profiling.quality.sequences import Losses, Reference, sequences
 from runtime.fingerprint import fingerprint
 from search import gate
 from search.gate import plans_of
 from search.model.limits import MAX_PERPLEXITY, Limits
 from search.model.losses import context_losses, task_figures
-from search.model.prompts import HeldOut
 from search.model.proof import KINDS
 from tests.tiny_text_model import save_tiny
+from tests.typed import HeldOut, make_prompts, per_context
 
 LENGTH = 700
 WIDE = artifacts.Dense()

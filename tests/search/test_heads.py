@@ -16,7 +16,6 @@ from kernels.native import build
 from kernels.registry import CannotBuildError
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
-from profiling.prompts.prompt import make_prompts
 from runtime import load
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers
@@ -31,6 +30,7 @@ from tests.runtime.tiny import tiny_model as tiny_of_family
 from tests.sampling import sampled
 from tests.search.conftest import PAPER
 from tests.tiny_text_model import save_tokenizer
+from tests.typed import make_prompts
 
 # A fused projection, sliding layers, sinks, and experts with another layout; tests of capture and
 # gradients have more, the runtime's matrix all.

@@ -8,9 +8,9 @@ import pytest
 
 import artifacts
 from profiling.models.loading import load_model
-from profiling.prompts.prompt import make_prompts
 from runtime.fingerprint import fingerprint
 from tests.runtime.conftest import search_info
+from tests.typed import make_prompts
 from tests.vllm.conftest import PATTERNS
 from tests.vllm.engines import Transformers, engine
 

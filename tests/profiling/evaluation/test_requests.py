@@ -19,7 +19,7 @@ from profiling.evaluation.config import Config
 from profiling.evaluation.measure import tasks_of
 from profiling.evaluation.method_table import TAIL, method_names
 from profiling.evaluation.methods import Methods, beside_of
-from profiling.prompts.prompt import KINDS
+from profiling.prompts.prompt import KINDS, Task
 from tests.profiling.conftest import LENGTH
 
 
@@ -156,7 +156,9 @@ def test_tasks_of_adds_the_text_to_each_needle_task(tmp_path, monkeypatch):
         (tmp_path / folder / "a.txt").write_text("A text.")
 
     def tasks(*names):
-        return tasks_of(names, "a.txt")
+        options = " ".join(f"--task {name}" for name in names)
+        config = config_of(f"cfg.yaml --out report --text a.txt {options}")
+        return tuple(map(str, tasks_of(config.tasks, config.text)))
 
     assert tasks("niah_single_2") == ("niah_single_2:a.txt", "text:a.txt")
     assert tasks("niah_single_2@depth=0.50") == ("niah_single_2@depth=0.5:a.txt", "text:a.txt")
@@ -170,7 +172,7 @@ def test_tasks_of_adds_the_text_to_each_needle_task(tmp_path, monkeypatch):
     assert tasks("niah_single_2", whole) == (whole, "text:a.txt")
     with pytest.raises(HeadwiseError, match=r"two tasks niah_single_2:a\.txt"):
         tasks("niah_single_2", "niah_single_2:other/a.txt")
-    assert tasks_of(["niah_single_2"], None) == ("niah_single_2",)
+    assert tasks_of([Task("niah_single_2")], None) == (Task("niah_single_2"),)
 
 
 @pytest.mark.usefixtures("invented")

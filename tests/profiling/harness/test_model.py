@@ -13,7 +13,6 @@ from artifacts import HeadwiseError
 from headwise.__main__ import main
 from profiling.evaluation.methods import Methods
 from profiling.models.loading import load_model, load_tokenizer
-from profiling.prompts.prompt import make_prompts
 from profiling.prompts.tokens import Encoder
 from profiling.quality.answers import new_tokens
 from profiling.quality.trials import trials
@@ -26,6 +25,7 @@ pytest.importorskip(
 )
 
 from profiling.harness.model import HeadwiseLM
+from tests.typed import make_prompts
 
 LENGTHS, SAMPLES, SEED = (600, 700), 3, 1000
 TASK = "niah_multikey_1"

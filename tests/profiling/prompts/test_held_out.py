@@ -11,19 +11,13 @@ from typing import Any
 import pytest
 
 from artifacts import HeadwiseError, window_arrays
-from profiling.prompts import held_out as module
-from profiling.prompts.held_out import (
-    Seen,
-    seeded_prompts,
-    text_of,
-    unit_means,
-    units,
-    unseen_prompts,
-)
-from profiling.prompts.prompt import KINDS, Prompt, make_prompts
+from profiling.prompts.held_out import Seen, text_of, unit_means, units
+from profiling.prompts.prompt import KINDS, Prompt
 from profiling.prompts.words import sentences
+from tests import typed as module
 from tests.profiling.prompts.files import LONG, count_overlaps, file_task
 from tests.profiling.tokenizers import byte_level, metaspace
+from tests.typed import make_prompts, seeded_prompts, unseen_prompts
 
 LENGTH = 1000
 # Every task that takes a file.

@@ -11,17 +11,11 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts.metrics import is_final, score
-from profiling.prompts.prompt import (
-    Find,
-    Prompt,
-    digest,
-    fewer_sentences,
-    make_prompts,
-    parse_task,
-)
+from profiling.prompts.prompt import Find, Prompt, digest, parse_task
 from profiling.prompts.tokens import Encoder
 from tests.profiling.prompts.files import LONG, count_overlaps, file_task
 from tests.profiling.tokenizers import MAKERS, byte_level
+from tests.typed import fewer_sentences, make_prompts
 
 
 @pytest.mark.parametrize("tokenizer", MAKERS, indirect=True)

@@ -10,9 +10,9 @@ import pytest
 
 from profiling.prompts import haystacks
 from profiling.prompts.kind import Request
-from profiling.prompts.prompt import make_prompts
 from profiling.prompts.tokens import Encoder
 from tests.profiling.tokenizers import byte_level
+from tests.typed import make_prompts
 
 
 @pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])

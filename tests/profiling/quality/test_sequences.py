@@ -15,11 +15,12 @@ from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import attending
-from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.prompts.prompt import Prompt
 from profiling.quality.sequences import Reference, TokenSequence, planned, sequences
 from tests.profiling.prompts.files import LONG, file_task
 from tests.profiling.tokenizers import byte_level
 from tests.runtime.tiny import tiny_model
+from tests.typed import make_prompts
 
 CONTEXT = 200
 

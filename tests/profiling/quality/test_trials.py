@@ -14,7 +14,7 @@ from torch import Tensor
 
 import artifacts
 from profiling.evaluation.methods import Methods
-from profiling.prompts.prompt import Find, Prompt, make_prompts
+from profiling.prompts.prompt import Find, Prompt
 from profiling.quality.answers import answer, ends, new_tokens
 from profiling.quality.contexts import PIECE
 from profiling.quality.forced import answer_ids, forced
@@ -23,6 +23,7 @@ from profiling.quality.trials import BLOCK, POSITIONS, context_log_probs, trials
 from runtime.fingerprint import fingerprint
 from tests.profiling.conftest import text_losses, tiny
 from tests.profiling.tokenizers import MAKERS, byte_level
+from tests.typed import make_prompts
 
 DENSE = Method(
     name="dense", make=lambda: None, density=1.0, kept=1.0, identity="dense", evicts=False, sizes=""

@@ -16,9 +16,10 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.words import sentences
 from search.model.config import ModelSearch
-from search.model.prompts import HeldOut, calibration_prompts
+from search.model.prompts import calibration_prompts
 from search.model.proof import KINDS
 from tests.profiling.tokenizers import byte_level
+from tests.typed import HeldOut
 
 CONFIG = ModelSearch(model="m", out=Path("cfg.yaml"))
 LOADED: Any = SimpleNamespace(tokenizer=byte_level())
@@ -35,7 +36,7 @@ def contexts(prompts: list[Prompt]) -> list[str]:
 
 def test_batches_have_contexts_of_the_tasks_of_their_kind():
     tasks = CONFIG.held_out_tasks
-    assert tasks == ("facts", "prose")
+    assert list(map(str, tasks)) == ["facts", "prose"]
     batches = held_out(tasks, 4096, samples=2)
     first = batches.first
     text, answer = batches.take("text", 4), batches.take("answer", 4)

@@ -19,14 +19,13 @@ from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
 from profiling.pictures.patterns import figure
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import digest, make_prompts
+from profiling.prompts.prompt import digest
 from profiling.quality.sequences import Reference, sequences
 from runtime import load
 from search.gate import plans_of
 from search.model import scored_prompts, search, timed_costs
 from search.model.allocation import spendable
 from search.model.losses import context_losses, task_figures
-from search.model.prompts import HeldOut
 from search.model.proof import KINDS
 from search.study import study_name
 from tests.processes import Process
@@ -42,6 +41,7 @@ from tests.search.model.conftest import (
     options,
 )
 from tests.search.model.made import heads_of
+from tests.typed import HeldOut, make_prompts
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""Options that take tasks: their text is read once, and all that is behind them takes a Task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from artifacts.cli.options import Arg
+from profiling.prompts.prompt import Task, parse_task
+
+# Ends the help of an option that takes tasks.
+LISTED = "headwise tasks lists them"
+
+
+def _task(value: Any) -> Any:
+    return parse_task(value) if isinstance(value, str) else value
+
+
+def _text(value: Any) -> Any:
+    return parse_task(f"text:{value}") if isinstance(value, str) else value
+
+
+OneTask = Annotated[
+    Task,
+    BeforeValidator(_task),
+    PlainSerializer(str, return_type=str),
+    Arg(metavar="TASK"),
+]
+Tasks = Annotated[tuple[OneTask, ...], Arg(flags=("--task",), metavar="TASK", repeat=True)]
+"""--task, repeatable."""
+Text = Annotated[
+    Task,
+    BeforeValidator(_text),
+    PlainSerializer(lambda task: str(task.file), return_type=str),
+    Arg(metavar="FILE"),
+]
+"""The file of a long text, as the task that asks for its windows."""
+
+
+def words(tasks: Iterable[Task]) -> str:
+    """The tasks as they are typed, for a help text."""
+    return " ".join(map(str, tasks))
