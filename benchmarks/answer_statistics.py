@@ -24,6 +24,7 @@ from profiling.evaluation.intervals import share_of
 from profiling.models.loading import load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
+from profiling.prompts.prompt import Task
 from profiling.quality.sequences import Losses, Reference, sequences
 from search.gate import plans_of
 from search.model.prompts import HeldOut
@@ -63,7 +64,7 @@ def main() -> None:
     length = artifact.search.calibration.length
     loaded = load_model(options.model, dtype=options.dtype, device="cpu")
     held_out = HeldOut(
-        ("facts",),
+        (Task("facts"),),
         loaded,
         length=length,
         samples=1,

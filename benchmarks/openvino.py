@@ -37,6 +37,7 @@ from profiling.environment import environment, versions
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import announce, phase
 from profiling.prompts.held_out import GATE_SET, Seen
+from profiling.prompts.prompt import parse_task
 from profiling.quality.sequences import sequences
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense
 from runtime import LoadedArtifact
@@ -234,7 +235,7 @@ def _heads(artifact: Artifact) -> dict[str, int]:
 def _requests(options: argparse.Namespace, loaded: LoadedModel, seen: Seen) -> list[Request]:
     """The prompts, task by task, from where `headwise gate` takes its own."""
     held_out = HeldOut(
-        options.tasks,
+        map(parse_task, options.tasks),
         loaded,
         length=options.length,
         samples=1,

@@ -27,6 +27,7 @@ from profiling.environment import environment
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
+from profiling.prompts.prompt import Task
 from profiling.speed.baselines import HEADWISE, KERNEL, LABELS, MODEL, dense, speedup
 from runtime import load as load_headwise
 from runtime.fingerprint import check
@@ -74,7 +75,7 @@ def _row(options: argparse.Namespace, loaded: LoadedModel, arrays: Any, cached: 
     from transformers import DynamicCache
 
     text = HeldOut(
-        ("prose",),
+        (Task("prose"),),
         loaded,
         length=cached + options.new,
         samples=1,
