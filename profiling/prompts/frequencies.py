@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 
 from artifacts import HeadwiseError
-from profiling.prompts.haystacks import laid_out
+from profiling.prompts.haystacks import padding
 from profiling.prompts.kind import RULER, SHARE, Parameter, Prompt, Request, task
 from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import compounds
@@ -88,15 +88,16 @@ def common_words(
         answered = encode(f" {_numbered(list(example)[:words])}\n")
         listed = _shuffled(numbers, example, words, example_often, example_seldom, rng)
         before = (*head, *listed, *question, *answered, *head)
-        after = question
-        room = length - len(request.ids(before, after))
+        room = request.room(before, question)
         encoded, left = _fitting(encode, source, numbers, words, often, seldom, room)
         if left < 0:
             raise request.too_small(f"give at least {length - left}")
         body = _shuffled(numbers, encoded, words, often, seldom, rng)
         right = tuple(encoded)[:words]
+        rest = padding(encode, room - len(body))
+        ids, _ = request.assemble((), [rest, before, body], question)
         return Prompt(
-            laid_out(request, before, body, after),
+            ids,
             _numbered(right),
             references=right,
             new_tokens=_LIST_NEW_TOKENS,
@@ -119,7 +120,7 @@ def frequent_words(request: Request, *, alpha: float = 2.0) -> list[Prompt]:
     length = request.length
     head = encode(_CODE_HEAD)
     question = encode(_CODE_QUESTION)
-    room = length - len(request.ids(head, question))
+    room = request.room(head, question)
 
     def make_prompt(rng: random.Random) -> Prompt:
         words = [_DOTS, *_coded(max(4, length // _TOKENS_A_WORD), rng)]
@@ -151,8 +152,10 @@ def frequent_words(request: Request, *, alpha: float = 2.0) -> list[Prompt]:
         text = [word for word, times in zip(ids, counts(low), strict=True) for _ in range(times)]
         rng.shuffle(text)
         right = tuple(words[1:4])
+        rest = padding(encode, room - sum(map(len, text)))
+        whole, _ = request.assemble((), [rest, head, *text], question)
         return Prompt(
-            laid_out(request, head, *text, question),
+            whole,
             ", ".join(right),
             references=right,
             new_tokens=_CODE_NEW_TOKENS,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from artifacts import HeadwiseError
 from profiling.prompts.kind import Request, Span
 from profiling.prompts.texts import cells, read_text
-from profiling.prompts.tokens import Encoder, Ids, flat
+from profiling.prompts.tokens import Encoder, Ids, enough, flat
 from profiling.prompts.words import sentences
 
 Haystack = Callable[[int, random.Random], list[Ids]]
@@ -105,61 +105,46 @@ def read_file(request: Request) -> FileText:
 
 def fill(source: Iterable[Ids], room: int) -> list[Ids]:
     """Return pieces of exactly `room` tokens in total; excess is cut from the start."""
-    pieces = []
-    count = 0
-    for piece in source:
-        if count >= room:
-            break
-        pieces.append(piece)
-        count += len(piece)
-    while count > room:
-        extra = min(count - room, len(pieces[0]))
-        pieces[0] = pieces[0][extra:]
+    pieces = enough(source, room)
+    extra = sum(map(len, pieces)) - room
+    while extra > 0:
+        cut = min(extra, len(pieces[0]))
+        pieces[0] = pieces[0][cut:]
         if not pieces[0]:
             pieces = pieces[1:]
-        count -= extra
+        extra -= cut
     return pieces
 
 
 def hide(
-    hidden: Sequence[Ids], depths: Sequence[float], pieces: Sequence[Ids], start: int
-) -> tuple[Ids, list[tuple[int, int]]]:
-    """The haystack with each thing put between the two pieces that are nearest to its depth.
+    hidden: Sequence[Ids], depths: Sequence[float], pieces: Sequence[Ids]
+) -> tuple[list[Ids], list[int]]:
+    """Put each thing between the two pieces that are nearest to its depth.
 
     Args:
         hidden: pieces to hide.
         depths: of each, from 0 (after the first piece, which may be cut) to 1 (after the last one).
         pieces: the haystack.
-        start: number of tokens before it.
 
     Returns:
-        The ids, and for each thing its half-open range of positions in the whole prompt.
+        All pieces, and which of them each hidden one is.
     """
     bounds = [0, *itertools.accumulate(map(len, pieces))]
     places = [max(_nearest(bounds, depth * bounds[-1]), min(1, len(pieces))) for depth in depths]
-    ids: list[int] = []
-    spans: dict[int, tuple[int, int]] = {}
+    items: list[Ids] = []
+    at: dict[int, int] = {}
     done = 0
     for which in sorted(range(len(hidden)), key=places.__getitem__):
-        for piece in pieces[done : places[which]]:
-            ids += piece
+        items += pieces[done : places[which]]
         done = places[which]
-        spans[which] = (start + len(ids), start + len(ids) + len(hidden[which]))
-        ids += hidden[which]
-    for piece in pieces[done:]:
-        ids += piece
-    return tuple(ids), [spans[which] for which in range(len(hidden))]
+        at[which] = len(items)
+        items.append(hidden[which])
+    return [*items, *pieces[done:]], [at[which] for which in range(len(hidden))]
 
 
-def laid_out(request: Request, *parts: Ids) -> Ids:
-    """Lay out exactly the length asked for: prefix, padding for the remainder, and the parts.
-
-    Raises:
-        HeadwiseError: the parts alone take more.
-    """
-    room = request.room(*parts)
-    padding = flat(filler(request.encode)(room, random.Random("padding")))
-    return request.ids(padding, *parts)
+def padding(encode: Encoder, room: int) -> Ids:
+    """Sentences of `room` tokens, always the same, for what is left of a length."""
+    return flat(filler(encode)(room, random.Random("padding")))
 
 
 def _nearest(bounds: Sequence[int], position: float) -> int:

@@ -7,9 +7,11 @@ generated one.
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from profiling.prompts.kind import Find, Prompt, Request, Span, task
 from profiling.prompts.retrieval import Hay
+from profiling.prompts.tokens import Ids
 from profiling.prompts.words import names
 
 _RELATIONS = "teacher brother sister neighbour doctor lawyer cousin uncle aunt boss friend partner"
@@ -56,19 +58,15 @@ def _prompt(request: Request, hay: Hay, rng: random.Random, cell: Span | None) -
     room = request.room(head, question_ids, *hidden)
     text = hay.tokens(room, rng, cell)
     depths = sorted(rng.randint(0, room) for _ in hidden)
-    ids = list(request.ids(head))
-    start = len(ids)
-    spans = {}
-    done = 0
-    for depth, fact in zip(depths, rng.sample(range(len(hidden)), len(hidden)), strict=True):
-        ids += text[done:depth]
-        spans[fact] = (len(ids), len(ids) + len(hidden[fact]))
-        done = depth
-        ids += hidden[fact]
-    finds = Find(f" {b}", spans[0]), Find(f" {c}", spans[1], lead=f". {b}'s {other} is")
-    ids += text[done:]
-    text_spans = request.text_spans(start, len(ids), spans.values())
-    return Prompt.to_find((*ids, *question_ids), *finds, text_spans=text_spans, cell=cell)
+    order = rng.sample(range(len(hidden)), len(hidden))
+    items: list[Ids] = []
+    for (start, end), fact in zip(pairwise([0, *depths]), order, strict=True):
+        items += [text[start:end], hidden[fact]]
+    ids, spans = request.assemble(head, [*items, text[depths[-1] :]], question_ids)
+    places = dict(zip(order, spans[1::2], strict=True))
+    finds = Find(f" {b}", places[0]), Find(f" {c}", places[1], lead=f". {b}'s {other} is")
+    text_spans = request.text_spans(spans, places.values())
+    return Prompt.to_find(ids, *finds, text_spans=text_spans, cell=cell)
 
 
 def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, str, str]]]:

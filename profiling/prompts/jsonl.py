@@ -30,7 +30,7 @@ def jsonl(request: Request) -> list[Prompt]:
     """
     lines = list(enumerate(_lines(request)))
     request.rng().shuffle(lines)
-    before = len(request.ids())
+    before = len(request.encode.prefix)
     room = request.length - before
     prompts: list[Prompt] = []
     longest = 0
@@ -39,12 +39,13 @@ def jsonl(request: Request) -> list[Prompt]:
         longest = max(longest, len(ids) + before)
         if len(ids) >= room > 0:
             references = () if answer is None else (answer,)
+            own, spans = request.assemble((), [ids])
             prompts.append(
                 Prompt(
-                    request.ids(ids[len(ids) - room :]),
+                    own,
                     answer,
                     references=references,
-                    text_spans=((before, request.length),),
+                    text_spans=tuple(spans),
                     cell=(number, number + 1),
                 )
             )

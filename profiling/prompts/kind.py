@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.tokens import Encoder, Ids, flat
+from profiling.prompts.tokens import Encoder, Ids
 
 BEGINS = "whether the generated text begins with the expected answer"
 SHARE = "fraction of the expected answers that the generated text contains"
@@ -171,36 +171,57 @@ class Request:
         numbered = zip(range(self.samples), cells, strict=False)
         return [make(self.rng(number), cell) for number, cell in numbered]
 
-    def ids(self, *parts: Ids) -> Ids:
-        """Join the tokenizer's prefix and the parts."""
-        return (*self.encode.prefix, *flat(parts))
+    def room(self, *parts: Ids) -> int:
+        """Tokens left next to the tokenizer's prefix and these parts.
 
-    def text_spans(self, start: int, end: int, hidden: Iterable[Span]) -> tuple[Span, ...]:
-        """Return the ranges of the user's text in positions `start` to `end` of a prompt.
+        Raises:
+            LengthTooShort: the parts alone take more.
+        """
+        room = self.length - len(self.encode.prefix) - sum(map(len, parts))
+        if room < 0:
+            raise self.too_small(f"give at least {self.length - room}")
+        return room
+
+    def assemble(
+        self, head: Ids, items: Iterable[Ids], question: Ids = ()
+    ) -> tuple[Ids, list[Span]]:
+        """Join prefix, head, items and question to exactly `length` tokens.
 
         Args:
-            start: of the haystack.
-            end: of the haystack.
-            hidden: ranges of the pieces hidden in it.
+            head: before the items.
+            items: of at least as many tokens as there is room for; what is too much is cut from
+                the start of the first ones.
+            question: after the items.
+
+        Returns:
+            The ids, and each item's range of positions, which is empty where all of it is cut.
+        """
+        ids = [*self.encode.prefix, *head]
+        listed = list(items)
+        cut = len(ids) + sum(map(len, listed)) + len(question) - self.length
+        assert cut >= 0, "too few tokens"
+        spans = []
+        for item in listed:
+            gone = min(cut, len(item))
+            cut -= gone
+            spans.append((len(ids), len(ids) + len(item) - gone))
+            ids += item[gone:]
+        return (*ids, *question), spans
+
+    def text_spans(self, items: Sequence[Span], hidden: Iterable[Span]) -> tuple[Span, ...]:
+        """Return the ranges of the user's text in a prompt.
+
+        Args:
+            items: ranges of all items.
+            hidden: ranges of those that are hidden in the text.
 
         Returns:
             The ranges between the hidden ones; none where the haystack is generated.
         """
         if self.text is None:
             return ()
-        bounds = [start, *(at for span in sorted(hidden) for at in span), end]
+        bounds = [items[0][0], *(at for span in sorted(hidden) for at in span), items[-1][1]]
         return tuple(zip(bounds[::2], bounds[1::2], strict=True))
-
-    def room(self, *parts: Ids, minimum: int = 0) -> int:
-        """Tokens left next to the prefix and these parts.
-
-        Raises:
-            HeadwiseError: fewer than `minimum`.
-        """
-        room = self.length - len(self.ids(*parts))
-        if room < minimum:
-            raise self.too_small(f"give at least {self.length - room + minimum}")
-        return room
 
     def too_short(self, has: int, room: int) -> HeadwiseError:
         """The error of a text that has too few tokens to fill a prompt."""

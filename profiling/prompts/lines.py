@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable
 from itertools import islice
 
-from profiling.prompts.kind import QUESTION_FIRST, Find, Prompt, Request, task
-from profiling.prompts.tokens import Ids, flat
+from profiling.prompts.kind import QUESTION_FIRST, Find, Prompt, Request, Span, task
+from profiling.prompts.tokens import Ids
 from profiling.prompts.words import five_digits, words
 
 _HEAD = "Below is a list of facts, one a line.\n\n"
@@ -118,7 +118,7 @@ def _listed(
     rng: random.Random,
     *,
     head: str = _HEAD,
-) -> tuple[Ids, list[tuple[int, int]]]:
+) -> tuple[Ids, list[Span]]:
     """Join head, lines and question; return the ids and the span of each needed line.
 
     Args:
@@ -131,9 +131,9 @@ def _listed(
     """
     encode = request.encode
     before = encode(head)
-    question_ids = encode(question)
+    after = encode(question)
     lines = encode.each(needed)
-    room = request.room(before, question_ids, *lines)
+    room = request.room(before, after, *lines)
     last: list[Ids] = []
     while room > 0:
         items = [more() for _ in range(_BATCH)]
@@ -147,9 +147,6 @@ def _listed(
     # Only the item that exceeds the length is cut, so it comes first.
     order = rng.sample(range(len(lines)), len(lines))
     rng.shuffle(last)
-    ids = [*request.ids(before), *flat(last)[-room:]]
-    spans: dict[int, tuple[int, int]] = {}
-    for at in order:
-        spans[at] = (len(ids), len(ids) + len(lines[at]))
-        ids += lines[at]
-    return (*ids, *question_ids), [spans[at] for at in range(len(needed))]
+    ids, spans = request.assemble(before, [*last, *(lines[at] for at in order)], after)
+    placed = dict(zip(order, spans[len(last) :], strict=True))
+    return ids, [placed[at] for at in range(len(needed))]

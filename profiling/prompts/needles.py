@@ -131,20 +131,19 @@ def _prompt(
         depths = [rng.random() for _ in pairs]
     else:
         depths = [depth] * len(pairs)
-    start = len(request.ids(head))
-    ids, spans = haystacks.hide(hidden, depths, text(room, rng), start)
+    items, places = haystacks.hide(hidden, depths, text(room, rng))
+    ids, spans = request.assemble(head, items, question)
     finds = [
-        Find(f" {pairs[at][1]}", spans[at], lead="," if which else "")
+        Find(f" {pairs[at][1]}", spans[places[at]], lead="," if which else "")
         for which, at in enumerate(right)
     ]
     answers = tuple(pairs[at][1] for at in right)
-    whole = request.ids(head, ids, question)
     return Prompt.to_find(
-        whole,
+        ids,
         *finds,
         references=answers,
         new_tokens=_NEW_TOKENS,
-        text_spans=request.text_spans(start, start + len(ids), spans),
+        text_spans=request.text_spans(spans, [spans[at] for at in places]),
     )
 
 

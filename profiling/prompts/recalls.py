@@ -19,7 +19,7 @@ from itertools import islice
 from operator import itemgetter
 
 from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Prompt, Request, task
-from profiling.prompts.tokens import flat
+from profiling.prompts.tokens import Ids
 from profiling.prompts.words import compounds, words
 
 # Items come back from at least length / FAR tokens before.
@@ -152,7 +152,7 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     encode = request.encode
     length = request.length
     form = FORMS[request.name]
-    head = encode.prefix + encode(form.head)
+    head = encode(form.head)
     named = rng.random()
     things = form.things(random.Random(named))
     # Questions of one context have as many tokens each: it leaves the same room before all of them.
@@ -161,17 +161,19 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
         likely = islice(form.things(random.Random(named)), _NAMES)
         turns = encode.each([form.turn.format(name=thing.name) for thing in likely])
         size = Counter(map(len, turns)).most_common(1)[0][0]
-    room = length - len(head) - size
-    ids: list[int] = []
+    room = length - len(encode.prefix) - len(head) - size
+    taken = 0
+    parts: list[Ids] = []
     # The start of each thing that may come back, in order; a recalled thing moves to the end of the
     # queue.
     starts: list[tuple[int, Thing]] = []
-    lines: dict[Thing, tuple[int, int]] = {}
-    scored: list[tuple[int, int, str]] = []
+    # Of a thing its first part, and of an answer its part with its label.
+    lines: dict[Thing, int] = {}
+    scored: list[tuple[int, str]] = []
     items = 0
-    while len(ids) < room:
-        due = range(bisect_right(starts, len(ids) - length // FAR, key=itemgetter(0)))
-        back = bool(due) and len(ids) >= room // 2 and items % form.every == 0
+    while taken < room:
+        due = range(bisect_right(starts, taken - length // FAR, key=itemgetter(0)))
+        back = bool(due) and taken >= room // 2 and items % form.every == 0
         if back:
             again = form.again[len(scored) % len(form.again)]
             _, thing = starts.pop(rng.choice(due))
@@ -186,38 +188,37 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
         else:
             said = next(things)
             before, after = (text.format(name=said.name) for text in form.new)
-        parts = encode.each([before, said.value, after])
         if back:
-            scored.append(
-                (len(ids) + len(parts[0]), len(ids) + len(parts[0]) + len(parts[1]), again.label)
-            )
+            scored.append((len(parts) + 1, again.label))
         if items >= _CUT:
-            starts.append((len(ids), said))
-            lines[said] = (len(ids), len(ids) + sum(map(len, parts)))
-        ids += flat(parts)
+            starts.append((taken, said))
+            lines[said] = len(parts)
+        own = encode.each([before, said.value, after])
+        parts += own
+        taken += sum(map(len, own))
         items += 1
-    cut = len(ids) - room
-    shift = len(head) - cut
-    ranges = [(shift + start, shift + stop, label) for start, stop, label in scored]
-    ranges = [span for span in ranges if span[1] <= length - size - _TAIL]
     targets = [
         thing for _, thing in starts if len(encode(form.turn.format(name=thing.name))) == size
     ]
-    if room < 1 or not ranges or (size and len(targets) < count):
+    if room < 1 or (size and len(targets) < count):
         raise request.too_small(f"nothing can come back in it; try {2 * length}")
-    context = (*head, *ids[cut:])
-    spans = tuple((start, stop) for start, stop, _ in ranges)
+    # A question of as many tokens as any of them.
+    ids, spans = request.assemble(head, parts, (0,) * size)
+    ranges = [(spans[at], label) for at, label in scored]
+    ranges = [(span, label) for span, label in ranges if span[1] <= length - size - _TAIL]
+    if not ranges:
+        raise request.too_small(f"nothing can come back in it; try {2 * length}")
+    scored_spans = tuple(span for span, _ in ranges)
     if not form.turn:
-        return [Prompt(context, None, scored=spans)]
+        return [Prompt(ids, None, scored=scored_spans)]
     prompts = []
     for thing in rng.sample(targets, count):
-        start, stop = lines[thing]
-        find = Find(thing.value, (shift + start, shift + stop))
-        prompts.append(
-            Prompt.to_find((*context, *encode(form.turn.format(name=thing.name))), find, turn=size)
-        )
-    labels = tuple(label for _, _, label in ranges)
-    return [replace(prompts[0], scored=spans, labels=labels), *prompts[1:]]
+        ids, spans = request.assemble(head, parts, encode(form.turn.format(name=thing.name)))
+        line = lines[thing]
+        find = Find(thing.value, (spans[line][0], spans[line + 2][1]))
+        prompts.append(Prompt.to_find(ids, find, turn=size))
+    labels = tuple(label for _, label in ranges)
+    return [replace(prompts[0], scored=scored_spans, labels=labels), *prompts[1:]]
 
 
 _INSIDE = "fraction of in-prompt answers whose tokens are all argmax (teacher-forced)"

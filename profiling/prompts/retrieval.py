@@ -10,10 +10,11 @@ import itertools
 import random
 import uuid
 from collections.abc import Iterable
+from itertools import islice
 
 from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Prompt, Request, Span, task
 from profiling.prompts.texts import cells, read_ids, read_text
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.tokens import Encoder, Ids, enough, flat
 from profiling.prompts.words import sentences
 
 _KV_HEAD = (
@@ -73,13 +74,11 @@ def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
             at = anywhere
         else:
             at = round(depth * room)
-        start = len(request.ids(head))
-        span = start + at, start + at + len(needle)
-        end = start + room + len(needle)
+        ids, spans = request.assemble(head, [text[:at], needle, text[at:]], question)
         return Prompt.to_find(
-            request.ids(head, text[:at], needle, text[at:], question),
-            Find(f" {key}", span),
-            text_spans=request.text_spans(start, end, [span]),
+            ids,
+            Find(f" {key}", spans[1]),
+            text_spans=request.text_spans(spans, [spans[1]]),
             cell=cell,
         )
 
@@ -88,35 +87,28 @@ def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
 
 def _key_values(request: Request, rng: random.Random, first: bool) -> Prompt:
     encode = request.encode
-    length = request.length
-    plain = encode.prefix + encode(_KV_HEAD)
+    plain = encode(_KV_HEAD)
     tail = encode("}")
     pairs: list[tuple[str, str]] = []
-    haystack: list[int] = []
-    starts: list[int] = []
-    while len(haystack) < length:
+    items: list[Ids] = []
+    while sum(map(len, items)) < request.length:
         more = [(_uuid(rng), _uuid(rng)) for _ in range(_BATCH)]
-        for ids in encode.each([f',\n "{key}": "{value}"' for key, value in more]):
-            starts.append(len(haystack))
-            haystack += ids
+        items += encode.each([f',\n "{key}": "{value}"' for key, value in more])
         pairs += more
     # UUIDs differ in tokens, so each question leaves other pairs whole.
-    for index in rng.sample(range(len(pairs)), len(pairs)):
-        key, value = pairs[index]
+    for at in rng.sample(range(len(pairs)), len(pairs)):
+        key, value = pairs[at]
         head = plain
         question = tail + encode(_KV_QUESTION.format(key=key))
         if first:
-            head = encode.prefix + encode(_KV_FIRST.format(key=key) + _KV_HEAD)
+            head = encode(_KV_FIRST.format(key=key) + _KV_HEAD)
             question = tail + encode(_KV_BACK)
-        cut = len(haystack) + len(head) + len(question) - length
-        if starts[index] >= cut:
-            if index + 1 < len(starts):
-                end = starts[index + 1]
-            else:
-                end = len(haystack)
-            span = (len(head) + starts[index] - cut, len(head) + end - cut)
-            return Prompt.to_find((*head, *haystack[cut:], *question), Find(value, span))
-    needed = len(head) + len(question) + len(haystack) // len(pairs)
+        ids, spans = request.assemble(head, items, question)
+        start, stop = spans[at]
+        if stop - start == len(items[at]):
+            return Prompt.to_find(ids, Find(value, spans[at]))
+    mean = sum(map(len, items)) // len(items)
+    needed = len(encode.prefix) + len(head) + len(question) + mean
     raise request.too_small(f"one pair and its question take {needed}")
 
 
@@ -164,7 +156,6 @@ class Hay:
 def _generated(encode: Encoder, count: int, rng: random.Random) -> Ids:
     """The last `count` tokens of enough sentences."""
     source = sentences(rng)
-    ids: list[int] = []
-    while len(ids) < count:
-        ids += encode("".join(next(source) for _ in range(_BATCH)))
-    return tuple(ids[len(ids) - count :])
+    batches = ("".join(islice(source, _BATCH)) for _ in itertools.count())
+    ids = flat(enough(map(encode, batches), count))
+    return ids[len(ids) - count :]

@@ -47,22 +47,18 @@ def windows(request: Request) -> list[Prompt]:
 
 def _stretches(request: Request, ids: Ids, name: str) -> list[Prompt]:
     length = request.length
-    room = length - len(request.ids())
+    room = length - len(request.encode.prefix)
     if room < 1:
         raise HeadwiseError(f"length {length} is too small: the tokenizer's own start fills it")
     if len(ids) < room:
         raise HeadwiseError(
             f"{name} is too short: it has {len(ids)} tokens, a prompt of {length} needs {room}"
         )
-    return [
-        Prompt(
-            request.ids(ids[start:end]),
-            None,
-            text_spans=((length - room, length),),
-            cell=(start, end),
-        )
-        for start, end in cells(request, len(ids))[: request.samples]
-    ]
+    prompts = []
+    for start, end in cells(request, len(ids))[: request.samples]:
+        own, spans = request.assemble((), [ids[start:end]])
+        prompts.append(Prompt(own, None, text_spans=tuple(spans), cell=(start, end)))
+    return prompts
 
 
 def cells(request: Request, size: int) -> list[Span]:
@@ -72,7 +68,7 @@ def cells(request: Request, size: int) -> list[Span]:
     on task and seed: prompts of other tasks and seeds are in the same cell or share no text. What
     is left over is at both ends of the text. A text that is shorter than a cell is one.
     """
-    width = request.room(minimum=1)
+    width = max(1, request.room())
     if size < width:
         return [(0, size)]
     starts = range(size % width // 2, size - width + 1, width)

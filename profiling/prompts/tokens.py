@@ -88,6 +88,16 @@ def _backend(tokenizer: Any) -> Any:
     return tokenizer.backend_tokenizer
 
 
+def enough(source: Iterable[Ids], room: int) -> list[Ids]:
+    """Take parts until they have `room` tokens, the last one whole."""
+    parts = iter(source)
+    taken: list[Ids] = []
+    while room > 0 and (part := next(parts, None)) is not None:
+        taken.append(part)
+        room -= len(part)
+    return taken
+
+
 def flat(parts: Iterable[Ids]) -> Ids:
     """The ids of all parts, one after the other."""
     return tuple(token for part in parts for token in part)

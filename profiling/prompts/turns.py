@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Prompt, Request, task
-from profiling.prompts.tokens import Ids
+from profiling.prompts.tokens import Ids, enough
 from profiling.prompts.words import five_digits, words
 
 _BATCH = 256
@@ -57,27 +57,21 @@ def _items(rng: random.Random) -> Iterator[Item]:
 
 def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     encode = request.encode
-    length = request.length
-    head = encode.prefix + encode(_HEAD)
+    head = encode(_HEAD)
     tail = encode(_TAIL)
     source = _items(random.Random(rng.random()))
     items: list[Item] = []
     lines: list[Ids] = []
-    while sum(map(len, lines)) < length:
+    while sum(map(len, lines)) < request.length:
         more = list(islice(source, _BATCH))
         items += more
         lines += encode.each([item.line for item in more])
     # Questions of one context have as many tokens each: it leaves the same room before all of them.
     questions = encode.each([item.question for item in items])
-    size = Counter(map(len, questions[: max(count, length // 64)])).most_common(1)[0][0]
-    room = length - len(head) - len(tail) - size
+    size = Counter(map(len, questions[: max(count, request.length // 64)])).most_common(1)[0][0]
     # As many items as fit, and the one that is cut.
-    taken = 0
-    used = 0
-    while used < room:
-        used += len(lines[taken])
-        taken += 1
-    fit = [at for at in range(taken - 1) if len(questions[at]) == size]
+    *whole, cut = enough(lines, request.room(head, tail) - size)
+    fit = [at for at in range(len(whole)) if len(questions[at]) == size]
     if len(fit) < count:
         raise request.too_small(
             f"it has {len(fit)} of the {count} questions that a context needs; give more tokens, "
@@ -85,15 +79,12 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
             f"{request.name}@questions=N"
         )
     selected = rng.sample(fit, count)
-    order = list(range(taken - 1))
+    order = list(range(len(whole)))
     rng.shuffle(order)
-    context = [*head, *lines[taken - 1][used - room :]]
-    spans: dict[int, tuple[int, int]] = {}
-    for at in order:
-        spans[at] = (len(context), len(context) + len(lines[at]))
-        context += lines[at]
-    context += tail
-    return [
-        Prompt.to_find((*context, *questions[at]), Find(items[at].answer, spans[at]), turn=size)
-        for at in selected
-    ]
+    made = []
+    for at in selected:
+        after = (*tail, *questions[at])
+        ids, spans = request.assemble(head, [cut, *(whole[line] for line in order)], after)
+        find = Find(items[at].answer, spans[1 + order.index(at)])
+        made.append(Prompt.to_find(ids, find, turn=size))
+    return made

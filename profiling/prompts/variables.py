@@ -11,7 +11,7 @@ import string
 
 from profiling.prompts import haystacks
 from profiling.prompts.kind import RULER, SHARE, Find, Parameter, Prompt, Request, task
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.tokens import Encoder, Ids, flat
 
 _HEAD = (
     "Variables are assigned in the text below, some of them from "
@@ -57,14 +57,14 @@ def variable_tracking(request: Request, *, chains: int = 1, hops: int = 4) -> li
         head = example + encode(_HEAD)
         question = encode(_QUESTION.format(value=value, count=len(names)))
         room = request.room(head, question, *ids_hidden)
-        ids, spans = haystacks.hide(ids_hidden, depths, noise(room, rng), len(request.ids(head)))
-        places = [spans[hidden.index(line)] for line in _lines(value, names)]
+        items, at_items = haystacks.hide(ids_hidden, depths, noise(room, rng))
+        ids, spans = request.assemble(head, items, question)
+        places = [spans[at_items[hidden.index(line)]] for line in _lines(value, names)]
         finds = [
             Find(f" {name}", span, lead="," if at else "")
             for at, (name, span) in enumerate(zip(names, places, strict=True))
         ]
-        whole = request.ids(head, ids, question)
-        return Prompt.to_find(whole, *finds, references=tuple(names), new_tokens=_NEW_TOKENS)
+        return Prompt.to_find(ids, *finds, references=tuple(names), new_tokens=_NEW_TOKENS)
 
     return request.prompts(make_prompt)
 
@@ -95,6 +95,6 @@ def _example(encode: Encoder, chains: int, hops: int, rng: random.Random) -> Ids
     lines = [line for chain in assigned for line in _lines(*chain)]
     noise = [encode(haystacks.NOISE)] * _EXAMPLE_LINES
     depths = [depth for _ in assigned for depth in sorted(rng.random() for _ in range(hops + 1))]
-    ids, _ = haystacks.hide(encode.each(lines), depths, noise, 0)
+    items, _ = haystacks.hide(encode.each(lines), depths, noise)
     question = _QUESTION.format(value=value, count=len(names)) + " " + ", ".join(names) + "\n\n"
-    return encode(_HEAD) + ids + encode(question)
+    return encode(_HEAD) + flat(items) + encode(question)
