@@ -88,7 +88,7 @@ def common_words(
         answered = encode(f" {_numbered(list(example)[:words])}\n")
         listed = _shuffled(numbers, example, words, example_often, example_seldom, rng)
         before = (*head, *listed, *question, *answered, *head)
-        room = request.room(before, question)
+        room = length - len(encode.prefix) - len(before) - len(question)
         encoded, left = _fitting(encode, source, numbers, words, often, seldom, room)
         if left < 0:
             raise request.too_small(f"give at least {length - left}")
@@ -120,7 +120,7 @@ def frequent_words(request: Request, *, alpha: float = 2.0) -> list[Prompt]:
     length = request.length
     head = encode(_CODE_HEAD)
     question = encode(_CODE_QUESTION)
-    room = request.room(head, question)
+    room = length - len(encode.prefix) - len(head) - len(question)
 
     def make_prompt(rng: random.Random) -> Prompt:
         words = [_DOTS, *_coded(max(4, length // _TOKENS_A_WORD), rng)]

@@ -77,7 +77,20 @@ def test_haystack_of_a_file_is_a_part_of_it(tmp_path):
 
 def test_hide_inserts_at_the_nearest_bound():
     pieces = [(1, 1), (2, 2, 2, 2), (3, 3)]
-    ids, spans = haystacks.hide([(7,), (8, 8), (9,)], [1, 0.3, 0], pieces, 10)
-    assert ids == (1, 1, 8, 8, 9, 2, 2, 2, 2, 3, 3, 7)
-    assert spans == [(21, 22), (12, 14), (14, 15)]
-    assert haystacks.hide([(7,)], [0.5], [], 10) == ((7,), [(10, 11)])
+    items, places = haystacks.hide([(7,), (8, 8), (9,)], [1, 0.3, 0], pieces)
+    assert items == [(1, 1), (8, 8), (9,), (2, 2, 2, 2), (3, 3), (7,)]
+    assert places == [5, 1, 2]
+    assert haystacks.hide([(7,)], [0.5], []) == ([(7,)], [0])
+
+
+def test_assemble_cuts_the_first_items():
+    request = Request(
+        name="passkey", encode=Encoder(byte_level(bos=True)), text=None, length=9, samples=1, seed=0
+    )
+    start = request.encode.prefix
+    assert len(start) == 1
+    ids, spans = request.assemble((1, 2), [(3, 3, 3), (4, 4), (5, 5)], (6,))
+    assert ids == (*start, 1, 2, 3, 4, 4, 5, 5, 6)
+    assert spans == [(3, 4), (4, 6), (6, 8)]
+    ids, spans = request.assemble((1, 2), [(3,), (4, 4, 4), (5, 5)], (6, 6, 6))
+    assert ids == (*start, 1, 2, 4, 5, 5, 6, 6, 6) and spans == [(3, 3), (3, 4), (4, 6)]
