@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from tests.additions import add
 from tests.processes import ROOT, SECONDS, servers
 
 PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search", "tests")
@@ -170,13 +171,7 @@ def serve(folder: Path) -> None:
 def test_new_kind_in_four_places_is_served(tmp_path):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package)
-    for file, additions in WALK.items():
-        path = tmp_path / file
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for before, addition in additions.items():
-            assert before in text, f"{file} has no {before!r}: change CONTRIBUTING and this walk"
-            text = text.replace(before, addition + before, 1)
-        path.write_text(text, encoding="utf-8")
+    add(tmp_path, WALK)
     (tmp_path / "serve.py").write_text(SERVE, encoding="utf-8")
     process = servers.Process(target=serve, args=(tmp_path,))
     process.start()

@@ -66,24 +66,13 @@ def test_load_changed_artifact_is_refused_before_it_is_parsed(saved, key, public
     assert "is no signature of this file by" in refusal(saved, public)
 
 
-def test_load_flipped_bit_in_artifact_is_refused(saved, key, public):
-    sign(saved, key)
-    data = saved.read_bytes()
-    for place in range(0, len(data), max(1, len(data) // 15)):
-        saved.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(ArtifactError, match="is no signature of this file"):
-            load(saved, verify=public)
-    saved.write_bytes(data)
-    load(saved, verify=public)
-
-
 def test_load_damaged_signature_is_refused(saved, key, public):
     sign(saved, key)
     signature = signature_path(saved)
     whole = signature.read_bytes()
     place = whole.index(b'"payload":"') + 50
     changed = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
-    for data in (b"", b"x" * 64, b"{}", b"[" * 10_000, changed, whole[: len(whole) // 2]):
+    for data in (b"", b"{}", changed):
         signature.write_bytes(data)
         assert "is no signature of this file" in refusal(saved, public)
     signature.write_bytes(b"x" * 10**6)
@@ -91,15 +80,6 @@ def test_load_damaged_signature_is_refused(saved, key, public):
     signature.unlink()
     os.mkfifo(signature)
     assert "cannot be read, is no regular file" in refusal(saved, public)
-
-
-def test_load_changed_sidecar_of_signed_yaml_is_refused(saved, key, public):
-    sign(saved, key)
-    (sidecar,) = saved.parent.glob("*.safetensors")
-    data = sidecar.read_bytes()
-    sidecar.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(ArtifactError, match=r"sidecar\.sha256: says"):
-        load_pair(saved, verify=public)
 
 
 def test_save_removes_the_signature(saved, key, public, make, arrays):
@@ -116,6 +96,21 @@ def test_load_other_key_is_refused(saved, key, tmp_path):
     sign(saved, key)
     make_key(tmp_path / "other.key", tmp_path / "other.pub")
     assert "is no signature of this file by" in refusal(saved, tmp_path / "other.pub")
+
+
+def test_load_checks_the_bytes_that_it_parses(saved, key, public, monkeypatch):
+    """A file that is replaced during the check gains nothing."""
+    sign(saved, key)
+    signed, check = saved.read_bytes(), store.check_signature
+    saved.write_bytes(signed.replace(b"--model tiny", b"--model evil"))
+
+    def replaced(*arguments):
+        saved.write_bytes(signed)
+        return check(*arguments)
+
+    monkeypatch.setattr(store, "check_signature", replaced)
+    with pytest.raises(ArtifactError, match="is no signature of this file"):
+        load(saved, verify=public)
 
 
 def test_sign_changed_artifact_is_refused(saved, key):
@@ -135,7 +130,7 @@ def test_sign_and_load_refuse_other_files_as_keys(saved, key, public, tmp_path):
     of_other = other.public_key().public_bytes(s.Encoding.PEM, form)
     sign(saved, key)
     wrong = tmp_path / "wrong"
-    for data in (b"", b"nonsense", of_other, private):
+    for data in (b"", of_other, private):
         wrong.write_bytes(data)
         with pytest.raises(HeadwiseError, match="wrong: must be a public key of P-256"):
             load(saved, verify=wrong)

@@ -18,7 +18,7 @@ import pytest
 import artifacts
 from artifacts import ArtifactError, Finding, HeadwiseError
 from artifacts.cli.command import FOUND, run_command
-from artifacts.cli.options import ADVANCED, Arg, argument, flags, option_fields
+from artifacts.cli.options import Arg, argument, flags, option_fields
 from artifacts.store.write import sign
 from headwise.__main__ import GROUPS, VERBS, main, parser_of
 from headwise.command_page import page
@@ -378,12 +378,6 @@ def test_device_of_a_command_defaults_to_auto(verb):
     device = CONFIGS[verb].model_fields.get("device")
     assert (device is not None) == ("--device" in PARSERS[verb]._option_string_actions)
     assert device is None or device.default == "auto"
-
-
-def test_search_help_fits_two_screens(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    lines = PARSERS["search"].format_help().splitlines()
-    assert len(lines) <= 48 and max(map(len, lines)) <= 100 and f"{ADVANCED}:" in lines
 
 
 def test_command_page_matches_help(monkeypatch):

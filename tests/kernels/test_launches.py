@@ -116,35 +116,33 @@ def scored(length: int) -> list[Counts]:
 
 
 CHOSEN = torch.arange(64, dtype=torch.int32).expand(1, 2, 64).contiguous()
-# Launches of ours and torch's operations around them.
 CALLS = {
-    "prefill": (partial(prefill, patterns=UNLIKE), [(8, 1)] * 2),
-    "prefill, window": (partial(prefill, patterns=UNLIKE, window=100), [(8, 2)] * 2),
-    "prefill, skipping": (partial(prefill, patterns=SKIPPING), [(7, 1)] * 2),
-    "decode, chosen keys": (lambda length: decode(length, tokens=CHOSEN), [(2, 0)]),
-    "decode, all keys, scores": (lambda length: decode(length, scores="sum"), [(3, 0)]),
-    "prompt, scores": (scored, [(3, 0)]),
+    "prefill": partial(prefill, patterns=UNLIKE),
+    "prefill, window": partial(prefill, patterns=UNLIKE, window=100),
+    "prefill, skipping": partial(prefill, patterns=SKIPPING),
+    "decode, chosen keys": lambda length: decode(length, tokens=CHOSEN),
+    "decode, all keys, scores": lambda length: decode(length, scores="sum"),
+    "prompt, scores": scored,
+}
+# The last launches of calls that could be served more slowly.
+LAST = {
+    # Only heads that list tiles have one program per query tile.
+    "prefill": ["tables_kernel", *["sparse_attention_kernel"] * 2],
+    # One pass writes the output, another the sums.
+    "prompt, scores": ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"],
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_call_launches_few_kernels_without_waits_or_square_buffers(name):
-    call, bars = CALLS[name]
-    # From queries, keys and values to the output of a layer, whatever kinds its heads are of.
-    assert all(sum(bar) <= 10 for bar in bars)
-    shorter, longer = call(128), call(320)
-    for short, long, (ours, others) in zip(shorter, longer, bars, strict=True):
+    for short, long in zip(CALLS[name](128), CALLS[name](320), strict=True):
         for counts in (short, long):
-            assert (len(counts.ours), counts.torch) == (ours, others), counts
+            # From queries, keys and values to the output of a layer, whatever kinds its heads are.
+            assert 1 < len(counts.ours) + counts.torch <= 10, counts
             assert counts.waits == [], counts
+            assert counts.ours[-3:] == LAST.get(name, counts.ours[-3:])
         assert long.largest <= short.largest * 320 // 128
         assert long.ours == short.ours
-    if name == "prefill":
-        kernels = ["tables_kernel", *["sparse_attention_kernel"] * 2]
-        assert shorter[1].ours[-3:] == kernels
-    if name == "prompt, scores":
-        kernels = ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"]
-        assert shorter[0].ours == kernels
 
 
 @pytest.mark.usefixtures("builder")

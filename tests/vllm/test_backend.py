@@ -13,7 +13,6 @@ import artifacts
 from runtime.omnikv.decode import OmniKV
 from runtime.vllm import register
 from runtime.vllm.builder import SparseBuilder
-from runtime.vllm.engine import Engine
 from runtime.vllm.filters import FilterDecode
 from runtime.vllm.forward import SparseImpl
 
@@ -114,14 +113,13 @@ def test_cuda_graph_support_covers_replayable_steps(monkeypatch, parents, artifa
         pass
 
     has = {"decode": None, "kv_cache": None, "dense": False, "drafts": None, **(artifact or {})}
-    at_work: Any = object.__new__(Engine)
     filter_decode = (
         None
         if has["decode"] is None
         else FilterDecode(OmniKV(**has["decode"]), requests=8, longest=512)
     )
     contents = SimpleNamespace(kv_cache=has["kv_cache"])
-    at_work.__dict__.update(filter_decode=filter_decode, dense=has["dense"], artifact=contents)
+    at_work = SimpleNamespace(filter_decode=filter_decode, dense=has["dense"], artifact=contents)
     monkeypatch.setattr(
         "runtime.vllm.builder.engine_of", lambda _: None if artifact is None else at_work
     )

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.additions import add
+
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "tests")
 
@@ -102,8 +104,9 @@ from profiling.caches.parsing import CACHES
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 from runtime.vllm.policy_host import paged_policies
+from tests.additions import add
 from tests.conformance.test_cache_policies import test_every_policy_has_a_case
-from tests.runtime.caches.test_new_policy import CONFORMANCE, add
+from tests.runtime.caches.test_new_policy import CONFORMANCE
 from tests.runtime.tiny import tiny_model
 
 assert Path(artifacts.__file__).is_relative_to(Path(__file__).parent), artifacts.__file__
@@ -142,17 +145,6 @@ for name in ("policy_definitions", "test_cache_policies"):
 options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-k", "edges or every_policy"]
 assert pytest.main([*options, "tests/conformance/test_cache_policies.py"]) == 0
 """
-
-
-def add(folder: Path, walk: dict[str, dict[str, str]]) -> None:
-    """Add the guide's texts to the files in a folder."""
-    for file, additions in walk.items():
-        path = folder / file
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for before, addition in additions.items():
-            assert before in text, f"{file} has no {before!r}: change CONTRIBUTING and this walk"
-            text = text.replace(before, addition + before, 1)
-        path.write_text(text, encoding="utf-8")
 
 
 def test_new_policy_needs_three_changes(tmp_path):

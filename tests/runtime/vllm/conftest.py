@@ -6,9 +6,10 @@ dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,9 @@ class Parent:
 
 
 class ParentsBuilder:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> None:
+        pass
+
     def build(self, _: int, common: Any, fast_build: bool = False) -> Any:
         return SimpleNamespace(common=common, fast=fast_build)
 
@@ -154,49 +158,82 @@ def stored():
     """dtype of an 8-bit cache, set by tests that use one."""
 
 
-@pytest.fixture
-def engine(ours, stored):
-    """Return an implementation and a builder over Parent with a separate plan."""
-    patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
-    at_work: Any = object.__new__(Engine)
-    at_work.__dict__.update(
-        artifact=SimpleNamespace(
+class PlainEngine(Engine):
+    """Engine without vLLM's configuration: every layer is served as `layer`."""
+
+    def __init__(self, layer: ServedLayer) -> None:
+        artifact: Any = SimpleNamespace(
             prefill=SimpleNamespace(dense_below=128, dense_tail=0), evidence=artifacts.Evidence()
-        ),
-        longest=512,
-        filter_decode=None,
-        counters=Counters(),
-        dense=None,
-        size=1,
+        )
+        self.artifact = artifact
+        self.longest = 512
+        self.size = 1
+        self.dense = None
+        self.filter_decode = None
+        self.needs_prompts = False
+        self.counters = Counters()
+        self.counting = None
+        self.layer = layer
+
+    def served_layer(self, module: Any) -> ServedLayer:
+        return replace(self.layer, number=number_of(module.layer_name))
+
+    def log(self, modules: Any) -> None:
+        """Log nothing."""
+
+
+class Impl(SparseImpl, Parent):
+    pass
+
+
+class Builder(SparseBuilder, ParentsBuilder):
+    parents = ParentsBuilder
+
+
+@pytest.fixture
+def engine(ours, stored, monkeypatch):
+    """Return an implementation and a builder over Parent with a separate plan.
+
+    serve_by(**changes) changes how layers are served, and makes the builder anew.
+    """
+    arch = SimpleNamespace(rswa_window=None)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model_arch_config=arch), speculative_config=None
     )
-    # Options of every layer, which tests change.
-    layer: dict[str, Any] = {
-        "plan": LayerPlan(patterns * 2, G),
-        "owned": True,
-        "eight_bits": stored,
-        "ours": ours,
+    contents = {
+        "vllm": {},
+        "vllm.config": {
+            "get_current_vllm_config": lambda: config,
+            "get_layers_from_vllm_config": lambda *_: {LAYER.layer_name: LAYER},
+        },
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.attention": {"Attention": object},
     }
-
-    def served_layer(attention):
-        return ServedLayer(number=number_of(attention.layer_name), **layer)
-
-    at_work.served_layer = served_layer
-    impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {}))
-    impl.__dict__.update(_engine=at_work, stored=stored)
-    builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
-    builder.__dict__.update(
-        _engine=at_work,
-        _drops=False,
-        _splits_at_prompts=False,
-        _exact=False,
-        _owned=True,
-        _readable=not ours,
-        _gets_prompts=False,
+    for name, values in contents.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("builder", "forward"):
+        monkeypatch.setattr(f"runtime.vllm.{name}.engine_of", lambda config: at_work)
+    patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
+    plan = LayerPlan(patterns * 2, G)
+    at_work = PlainEngine(
+        ServedLayer(number=0, plan=plan, owned=True, eight_bits=stored, ours=ours)
     )
-    at_work.counting = builder
-    return SimpleNamespace(
-        impl=impl, builder=builder, at_work=at_work, patterns=patterns * 2, layer=layer, ours=ours
-    )
+    engine = SimpleNamespace(at_work=at_work, config=config, patterns=patterns * 2, ours=ours)
+
+    def serve_by(**changes: Any) -> None:
+        at_work.layer = replace(at_work.layer, **changes)
+        policy = at_work.layer.policy
+        at_work.needs_prompts = policy is not None and policy.selects
+        at_work.counting = None
+        engine.builder = Builder(None, [LAYER.layer_name], config)
+
+    engine.impl, engine.serve_by = Impl(), serve_by
+    engine.impl.stored = stored
+    serve_by()
+    return engine
 
 
 def poisoned(engine: Any, pages: int) -> Tensor:

@@ -162,7 +162,7 @@ def section(request, engine):
     section = artifacts.OmniKV(**SECTION, window=1, **request.param)
     selector = Selector(section, range(4))
     engine.at_work.filter_decode = FilterDecode(selector, requests=REQUESTS, longest=LONGEST)
-    engine.layer["plan"] = None
+    engine.serve_by(plan=None)
     return section
 
 

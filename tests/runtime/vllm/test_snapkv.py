@@ -123,10 +123,7 @@ CUTS = {
 )
 def test_snapkv_retained_tokens_and_outputs_match_reference(engine, pagings, cuts):
     snap = PagedPolicy(pagings, prompts=8)
-    engine.layer.update(policy=snap, plan=None)
-    engine.builder.__dict__.update(
-        _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
-    )
+    engine.serve_by(policy=snap, plan=None)
     left = [list(cut) for cut in CUTS[cuts]]
     prompts = [200] if len(left) == 1 else [200, 3, 45, 64, 64]
     width = -(-300 // PAGE)
@@ -175,7 +172,7 @@ def test_profiling_run_moves_longest_prompt(engine, monkeypatch):
 
     monkeypatch.setattr(policy_host, "gathered", record)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
-    engine.layer.update(policy=PagedPolicy((A, B)), plan=None)
+    engine.serve_by(policy=PagedPolicy((A, B)), plan=None)
     query = torch.randn(10, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query))
     assert copied == [(1, G, engine.at_work.longest, D)] * 2

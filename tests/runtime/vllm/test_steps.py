@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from runtime.caches.snapkv import SnapKV
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import prefills_of, requests_of
 from runtime.vllm.counters import Counters
-from runtime.vllm.engine import Engine
+from runtime.vllm.engine import ServedLayer
 from runtime.vllm.filters import FilterDecode
 from runtime.vllm.policy_host import PagedPolicy
 from runtime.vllm.step import quantised, split_kv, write_kv
@@ -37,6 +37,7 @@ from tests.runtime.vllm.conftest import (
     G,
     H,
     Parent,
+    PlainEngine,
     by_plan,
     by_selection,
     poisoned,
@@ -54,9 +55,7 @@ stored_as = pytest.mark.parametrize("stored", [None, EIGHT], ids=["as they are",
 
 def test_step_selects_sparse_chunks(monkeypatch):
     monkeypatch.setattr("runtime.attention.context.MIN_BEHIND_A_PAST", 128)
-    at_work: Any = object.__new__(Engine)
-    prefill = SimpleNamespace(dense_below=128, dense_tail=0)
-    at_work.__dict__.update(artifact=SimpleNamespace(prefill=prefill), dense=None)
+    at_work: Any = PlainEngine(ServedLayer(number=0))
     # Decode, two chunks after a past, short and long prompts, and drafts, which are not prefills.
     common = step((1, 300), (127, 300), (128, 300), (127, 127), (130, 130), (200, 200), (4, 300))
     common.is_prefilling = torch.tensor([False, *[True] * 5, False])
@@ -64,7 +63,7 @@ def test_step_selects_sparse_chunks(monkeypatch):
     assert [chunk.row for chunk in prefills] == [1, 2, 3, 4, 5]
     assert [chunk.row for chunk in prefills if at_work.is_sparse(chunk)] == [2, 4, 5]
     # Shorter prompts would be all dense tail.
-    prefill.dense_tail = 150
+    at_work.artifact.prefill.dense_tail = 150
     assert [chunk.row for chunk in prefills if at_work.is_sparse(chunk)] == [5]
 
 
@@ -133,8 +132,7 @@ def test_write_kv_pages_return_stored_values(length, padded_pages):
 )
 def test_streaming_layers_match_reference(engine, sinks, window):
     stream = Paging(front=sinks, window=window)
-    engine.layer.update(policy=PagedPolicy((stream,)), plan=None)
-    engine.builder._drops = engine.builder._exact = True
+    engine.serve_by(policy=PagedPolicy((stream,)), plan=None)
     engine.impl.sinks = SINKS
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
     outputs, inputs, _ = serve(engine, step(*requests), paging=stream)
@@ -220,7 +218,8 @@ def test_prompt_longer_than_evidence_is_logged_once(engine, caplog):
 
 
 def test_layers_not_owned_use_parent_forward(engine, monkeypatch):
-    engine.layer.update(owned=False, plan=None)
+    # Another layer of the group is owned: the builder's.
+    engine.at_work.layer = replace(engine.at_work.layer, owned=False, plan=None)
     calls: list[Any] = []
 
     def forward(self, *args):
@@ -263,7 +262,7 @@ def test_chunk_index_is_built_from_pages(engine, monkeypatch):
         make("block_sparse", blocks=3, coverage=0.8),
         make("a_shape", sink=64, window=64),
     ]
-    engine.layer["plan"] = LayerPlan(patterns, G)
+    engine.serve_by(plan=LayerPlan(patterns, G))
     seen: list[tuple[Tensor, Any]] = []
     build = LayerPlan.build
 
@@ -372,18 +371,14 @@ def layer_of_patterns(engine: Any) -> Common:
 
 def layer_that_streams(engine: Any) -> Common:
     stream = Paging(front=4, window=256)
-    engine.layer.update(policy=PagedPolicy((stream,)), plan=None)
-    engine.builder._drops = engine.builder._exact = True
+    engine.serve_by(policy=PagedPolicy((stream,)), plan=None)
     return step((256, 1024))
 
 
 def layer_that_selects(engine: Any) -> Common:
     paging = SnapKV.paging(artifacts.SnapKV(budget=40, window=8, pool=5))
     snap = PagedPolicy((paging,) * G, prompts=8)
-    engine.layer.update(policy=snap, plan=None)
-    engine.builder.__dict__.update(
-        _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
-    )
+    engine.serve_by(policy=snap, plan=None)
     common = step((256, 1024))
     common.rswa_prefix_lens = torch.tensor([1024, 0, 0], dtype=torch.int32)
     return common
@@ -394,7 +389,7 @@ def filter_layer(engine: Any, requests: int = 8) -> Common:
     engine.at_work.filter_decode = FilterDecode(
         Selector(section, range(2)), requests=requests, longest=1024
     )
-    engine.layer["plan"] = None
+    engine.serve_by(plan=None)
     return step(*[(1, 1024)] * requests)
 
 

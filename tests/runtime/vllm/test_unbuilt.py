@@ -73,7 +73,7 @@ def test_kernels_that_do_not_build_show_in_profiling_run(engine, unbuilt, layer,
     engine.at_work.longest = 1024
     query = torch.randn(256, H, D)
     arguments = LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query)
-    if not engine.ours and engine.layer.get("policy") is None:
+    if not engine.ours and engine.at_work.layer.policy is None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
             assert not engine.impl.forward(*arguments).any()
