@@ -30,9 +30,13 @@ def spec_of(pagings: list[Paging]) -> Any:
 
 def manage(pagings: list[Paging], pages: int) -> tuple[Any, list[Any]]:
     """Return a manager with one request "r", and its pages."""
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
     from runtime.vllm.specs import PagedManager
 
-    pool: Any = SimpleNamespace(null_block=None, free_blocks=list)
+    null = KVCacheBlock(pages)
+    null.is_null = True
+    pool: Any = SimpleNamespace(null_block=null, free_blocks=list)
     manager = PagedManager(
         spec_of(pagings),
         block_pool=pool,
@@ -40,13 +44,13 @@ def manage(pagings: list[Paging], pages: int) -> tuple[Any, list[Any]]:
         kv_cache_group_id=0,
         scheduler_block_size=PAGE,
     )
-    held: list[Any] = list(range(pages))
+    held: list[Any] = [KVCacheBlock(page) for page in range(pages)]
     manager.req_to_blocks["r"] = held
     return manager, held
 
 
 def pages_of(held: list[Any]) -> list[int]:
-    return [page for page in held if page is not None]
+    return [page.block_id for page in held if not page.is_null]
 
 
 def test_window_frees_pages_behind_the_front():

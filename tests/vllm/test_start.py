@@ -60,7 +60,8 @@ def test_check_command_starts_vllm(model, artifact, capsys):
     program, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     # The `vllm` command of a CPU build ends with a traceback here.
     folder = Path(sys.executable).parent
-    done = subprocess.run([folder / program, *words, "--help"], capture_output=True, text=True)
+    command = [folder / program, *words, "--help=all"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "--additional-config" in done.stdout, done.stderr[-500:]
 
 
