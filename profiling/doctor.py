@@ -108,7 +108,7 @@ def time_layer(text: Any, dtype: str, device: str) -> tuple[int, list[float], An
 
     from profiling.speed.attention_speed import Size, measure, patterns_for
     from profiling.speed.baselines import KERNEL, dense
-    from profiling.speed.latency import interleaved, prefill
+    from profiling.speed.latency import prefill, time_calls
     from runtime.layers import heads_of
 
     few = deepcopy(text)
@@ -125,7 +125,8 @@ def time_layer(text: Any, dtype: str, device: str) -> tuple[int, list[float], An
     length = min(_TOKENS, getattr(text, "max_position_embeddings", _TOKENS))
     ids = torch.zeros(1, length, dtype=torch.long, device=device)
     contexts = {KERNEL: partial(dense, model, KERNEL)}
-    rounds = interleaved(contexts, lambda: prefill(model, ids), repeats=5, device=device)
+    runs = {KERNEL: lambda: prefill(model, ids)}
+    rounds = time_calls(runs, contexts=contexts, repeats=5, device=device)
     size = Size(
         length=length, head_dim=dim, heads=heads, kv_heads=kv_heads, dtype=dtype, device=device
     )

@@ -15,7 +15,7 @@ from artifacts.schema.patterns import PatternRecord
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.attention_speed import Size, measure, paper_patterns, patterns_for
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
-from profiling.speed.latency import interleaved, medians, prefill, time_calls
+from profiling.speed.latency import medians, prefill, time_calls
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 
@@ -220,8 +220,11 @@ def _prefills(name: str, shape: Mapping[str, Any], device: str, sizes: Sizes, em
         repeats = sizes.prefill_repeats
         if length > 65_536:
             repeats = 1
-        seconds = interleaved(
-            contexts, lambda ids=ids: prefill(llama, ids), repeats=repeats, device=device
+        seconds = time_calls(
+            dict.fromkeys(contexts, lambda ids=ids: prefill(llama, ids)),
+            contexts=contexts,
+            repeats=repeats,
+            device=device,
         )
         speedup = of_rounds(seconds, HEADWISE)
         emit(

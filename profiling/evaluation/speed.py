@@ -22,9 +22,8 @@ from profiling.progress import bar
 from profiling.prompts.prompt import Task, make_prompts
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
-from profiling.speed.latency import interleaved
-from profiling.speed.layer_times import ANCHOR, SDPA, time_layers
-from profiling.speed.layer_times import Timed as Asked
+from profiling.speed.latency import time_calls
+from profiling.speed.layer_times import ANCHOR, SDPA, PlansToTime, time_layers
 from runtime.devices import execution_device
 from runtime.layers import heads_of, make_plans, text_config
 from runtime.memory import cache_bytes
@@ -101,7 +100,7 @@ def attention_seconds(
     layers = sorted(set.intersection(*(set(each) for each in plans.values())))
     if not layers:
         return {}
-    request = Asked(tokens=length, plans=plans, sdpa=True)
+    request = PlansToTime(tokens=length, plans=plans, sdpa=True)
     (timings,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [request], layers)
     dense = {SDPA: MODEL, ANCHOR: KERNEL}
     return {dense.get(name, name): seconds for name, seconds in timings.seconds.items()}
@@ -202,7 +201,12 @@ def _interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of `run` by method, of interleaved rounds; entering a method is not timed."""
     contexts = {each.name: partial(enter, each) for each in methods}
-    return interleaved(contexts, run, repeats=repeats, device=str(execution_device(model)))
+    return time_calls(
+        dict.fromkeys(contexts, run),
+        contexts=contexts,
+        repeats=repeats,
+        device=str(execution_device(model)),
+    )
 
 
 def _rounds(seconds: Mapping[str, Sequence[float]], name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,60 +13,34 @@ import torch
 from profiling.progress import bar
 
 
-def interleaved(
-    contexts: Mapping[str, Callable[[], AbstractContextManager[object]]],
-    run: Callable[[], object],
-    *,
-    repeats: int,
-    device: str,
-) -> dict[str, list[float]]:
-    """Time `run` in each context, `repeats` interleaved rounds after one untimed round.
-
-    Entering a context is not timed. With 0 repeats there is one round, and it is timed: a
-    rehearsal has no more to find out.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in contexts}
-    for number in bar(range(repeats + 1), desc="timing"):
-        for name, context in contexts.items():
-            with context():
-                taken = _seconds(run, device)
-            if number or not repeats:
-                seconds[name].append(taken)
-    return seconds
-
-
 def time_calls(
     runs: Mapping[str, Callable[[], object]],
     *,
     repeats: int,
     device: str,
+    contexts: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
     warm_up: bool = True,
     quiet: bool = False,
 ) -> dict[str, list[float]]:
     """Time each alternative, `repeats` interleaved rounds after one untimed round, if any.
 
-    With 0 repeats there is one round, and it is timed.
+    With 0 repeats there is one round, and it is timed: a rehearsal has no more to find out.
 
     Args:
         runs: the alternatives by name.
         repeats: timed rounds.
         device: is synchronized before each reading of the clock.
+        contexts: that each alternative runs in; to enter and to leave one is not timed.
         warm_up: run one untimed round first.
         quiet: without a progress bar.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    if warm_up and repeats:
-        first = -1
-    else:
-        first = 0
+    first = -1 if warm_up and repeats else 0
     rounds = range(first, max(repeats, 1))
-    if quiet:
-        shown = rounds
-    else:
-        shown = bar(rounds, desc="timing")
-    for number in shown:
+    for number in rounds if quiet else bar(rounds, desc="timing"):
         for name, run in runs.items():
-            taken = _seconds(run, device)
+            with contexts[name]() if contexts else nullcontext():
+                taken = _seconds(run, device)
             if number >= 0:
                 seconds[name].append(taken)
     return seconds

@@ -64,7 +64,7 @@ class Timings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Timed:
+class PlansToTime:
     """Plans by name that are timed on a prompt's first `tokens`.
 
     Dense attention is timed on a few of them, as ANCHOR and, with `sdpa`, as SDPA where torch can
@@ -84,7 +84,7 @@ class Timed:
 def time_layers(
     loaded: LoadedModel,
     ids: Sequence[int],
-    requests: Sequence[Timed],
+    requests: Sequence[PlansToTime],
     searched: Sequence[int],
     *,
     look: Callable[[LayerInputs], object] = lambda inputs: None,
@@ -130,9 +130,9 @@ def time_layers(
 
 
 class _Clock:
-    """Adds up the seconds of one Timed, layer by layer."""
+    """Adds up the seconds of one PlansToTime, layer by layer."""
 
-    def __init__(self, request: Timed, searched: Sequence[int], backend: str) -> None:
+    def __init__(self, request: PlansToTime, searched: Sequence[int], backend: str) -> None:
         self.tokens = request.tokens
         self.layers = spread(searched, request.layers)
         self.seconds: dict[str, float] = {}

@@ -21,8 +21,8 @@ from profiling.environment import environment
 from profiling.ledger import Unit
 from profiling.progress import phase
 from profiling.speed.baselines import HEADWISE, KERNEL, LEAST, MODEL, dense
-from profiling.speed.latency import interleaved, prefill
-from profiling.speed.layer_times import ANCHOR, SDPA, Timed, Timings, all_threads, time_layers
+from profiling.speed.latency import prefill, time_calls
+from profiling.speed.layer_times import ANCHOR, SDPA, PlansToTime, Timings, all_threads, time_layers
 from runtime import LoadedArtifact
 from runtime.devices import execution_device
 from search.model.run import CHOSEN, SearchRun
@@ -48,10 +48,10 @@ def time_attention(run: SearchRun) -> dict[int, Timings]:
     tokens = sequence.context
     plans = {CHOSEN: run.plans(run.allocation)}
     shorter = {round(tokens * share) // TILE * TILE for share in _SHARES}
-    timed = [Timed(tokens=tokens, plans=plans, sdpa=True)]
+    timed = [PlansToTime(tokens=tokens, plans=plans, sdpa=True)]
     for length in sorted(shorter, reverse=True):
         if length >= _SHORTEST:
-            timed.append(Timed(tokens=length, plans=plans, layers=_LAYERS, sdpa=True))
+            timed.append(PlansToTime(tokens=length, plans=plans, layers=_LAYERS, sdpa=True))
 
     def measure() -> list[Any]:
         with phase("timing attention", 1, "passes") as shown:
@@ -118,8 +118,11 @@ def time_prefills(run: SearchRun, artifact: Artifact) -> dict[str, Sequence[floa
             while another_round(shown.done, time.monotonic() - began, limit):
                 # No untimed run first: the search has run the model, and long prefills take their
                 # time.
-                round_ = interleaved(
-                    methods, lambda: prefill(model, ids), repeats=0, device=run.device
+                round_ = time_calls(
+                    dict.fromkeys(methods, lambda: prefill(model, ids)),
+                    contexts=methods,
+                    repeats=0,
+                    device=run.device,
                 )
                 for name, values in round_.items():
                     taken[name] += values

@@ -17,7 +17,14 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import worked_tiles
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
-from profiling.speed.layer_times import ANCHOR, Timed, Timings, all_threads, spread, time_layers
+from profiling.speed.layer_times import (
+    ANCHOR,
+    PlansToTime,
+    Timings,
+    all_threads,
+    spread,
+    time_layers,
+)
 from runtime.devices import execution_device
 from search.model.allocation import Allocation, CostCurves
 from search.model.candidates import LAST_Q
@@ -91,7 +98,7 @@ def _time(
 
     # The first serves the pass on whose inputs all are timed.
     plans = {str(at): run.plans(allocation) for at, allocation in enumerate(mixed)} | plans_of_one
-    timed = Timed(tokens=len(ids), plans=plans, layers=_LAYERS)
+    timed = PlansToTime(tokens=len(ids), plans=plans, layers=_LAYERS)
     with phase("timing candidates", 1, "passes") as shown:
         (timings,) = time_layers(
             run.loaded, ids, [timed], run.layers, look=count, backend=run.backend

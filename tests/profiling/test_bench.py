@@ -26,7 +26,7 @@ from profiling.speed.baselines import (
     ratio_of_pairs,
     sentence,
 )
-from profiling.speed.latency import interleaved, medians, time_calls
+from profiling.speed.latency import medians, time_calls
 from tests.profiling.conftest import tiny
 
 SIZE = Size(length=70, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
@@ -142,7 +142,7 @@ def test_ratio_of_pairs_refuses_unequal_counts():
         ratio_of_pairs([1.0, 2.0], [1.0])
 
 
-def test_interleaved_drops_the_first_round():
+def test_time_calls_drops_the_first_round():
     order = []
 
     @contextmanager
@@ -151,7 +151,8 @@ def test_interleaved_drops_the_first_round():
         yield
 
     ways = {name: partial(context, name) for name in ("a", "b")}
-    seconds = interleaved(ways, lambda: None, repeats=3, device="cpu")
+    runs = dict.fromkeys(ways, lambda: None)
+    seconds = time_calls(runs, contexts=ways, repeats=3, device="cpu")
     assert order == ["a", "b"] * 4
     assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
     assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}

@@ -5,7 +5,7 @@ import torch
 
 from kernels.patterns import LayerPlan, make
 from profiling.models.loading import LoadedModel
-from profiling.speed.layer_times import ANCHOR, SDPA, Timed, time_layers
+from profiling.speed.layer_times import ANCHOR, SDPA, PlansToTime, time_layers
 from runtime.layers import attention_layers, full_layers
 from tests.runtime.tiny import tiny_model
 
@@ -30,7 +30,7 @@ def test_time_layers_runs_attention_with_scale_softcap_and_sinks(family, by_torc
     monkeypatch.setattr("profiling.speed.layer_times.time_calls", time_calls)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     plan = LayerPlan([make("dense")] * heads[0], heads[1])
-    request = Timed(tokens=200, plans={"dense": dict.fromkeys(layers, plan)}, sdpa=True)
+    request = PlansToTime(tokens=200, plans={"dense": dict.fromkeys(layers, plan)}, sdpa=True)
     with torch.no_grad():
         model(ids)
         loaded = LoadedModel(model, None, "tiny", None)

@@ -140,19 +140,17 @@ class Clock:
             candidates[SDPA] = [self.dense * self.sdpa]
         return candidates | ({"chosen": [self.sparse]} if "chosen" in runs else {})
 
-    def interleaved(
-        self, ways: Any, run: Any, *, repeats: int, device: str
-    ) -> dict[str, list[float]]:
+    def time_prefills(self, runs: Any, *, contexts: Any, **_: Any) -> dict[str, list[float]]:
         if not self.prefills:
-            for enter in ways.values():
-                with enter():
+            for name, run in runs.items():
+                with contexts[name]():
                     run()
-        self.prefills.append(list(ways))
-        return {name: [1.0 if name == HEADWISE else 2.0] for name in ways}
+        self.prefills.append(list(runs))
+        return {name: [1.0 if name == HEADWISE else 2.0] for name in runs}
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr("profiling.speed.layer_times.time_calls", self.time_calls)
-        patch.setattr("search.model.speed.interleaved", self.interleaved)
+        patch.setattr("search.model.speed.time_calls", self.time_prefills)
         # As many rounds as there may be, however quick the search was.
         patch.setattr("search.model.speed._SHARE", 1e9)
 
