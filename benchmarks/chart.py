@@ -55,12 +55,12 @@ def _draw_panel(panel: Any, row: Compared, markers: dict[str, str]) -> dict[str,
         loss = {"value": 0.0, "low": 0.0, "high": 0.0}
         if method not in DENSE:
             loss = row.loss(method)
-        label = label(method)
-        drawn[label] = panel.errorbar(
+        name = label(method)
+        drawn[name] = panel.errorbar(
             figures["seconds"]["median"],
             loss["value"],
             yerr=[[loss["value"] - loss["low"]], [loss["high"] - loss["value"]]],
-            fmt=markers[label],
+            fmt=markers[name],
             color=_color(method),
             capsize=3,
         )

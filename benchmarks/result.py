@@ -2,7 +2,7 @@
 
     what      what was measured, in a sentence
     command   the command that measures it
-    commit    the commit that it ran at
+    commit    the commit that it ran at; of a file without one, the commit that added its figures
     machine   the processor or GPU, and what else ran
     versions  of packages, by name
     rows      the figures
@@ -98,9 +98,20 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with at most one level of names; deeper ones are joined with dots."""
+    fields: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping) and any(isinstance(each, Mapping) for each in value.values()):
+            fields |= flat({f"{name}.{key}": each for key, each in value.items()})
+        else:
+            fields[name] = value
+    return fields
+
+
 def labeled(part: str, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return rows with the name of their sort."""
-    return [{"part": part, **row} for row in rows]
+    return [{"part": part, **flat(row)} for row in rows]
 
 
 def commit() -> str:

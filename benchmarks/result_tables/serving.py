@@ -69,18 +69,18 @@ def memory_table(results: Results) -> str:
 @table("vLLM")
 def vllm_table(results: Results) -> str:
     """Times in vLLM, with an artifact and without."""
-    dense = one(results[_DENSE_RUN].part("seconds"))
+    dense = one(results[_DENSE_RUN].part("row"))["first_seconds"]
     own, kernel, artifact = (dense[name] for name in ("dense", "dense_kernel", "artifact"))
     row = [link("8,191 tokens, Zen 4", _DENSE_RUN), *map(_median, (own, kernel, artifact))]
     rows = [["first token", *row, f"{ratios(kernel, artifact)} vs. fastest dense"]]
     for each in results[_RUN].part("row"):
-        own, artifact = (each[f"seconds.{name}"] for name in ("dense", "artifact"))
+        own, artifact = (each["first_seconds"][name] for name in ("dense", "artifact"))
         where = link(f"{each['length']:,} tokens, Zen 5", _RUN)
         speedup = times(statistics.median(own) / statistics.median(artifact))
         cells = [where, _median(own), "", _median(artifact), f"{speedup} vs. vLLM's own"]
         rows.append(["first token", *cells])
     later = _run(results, "Zen 5, request by request", 32700)
-    own, artifact = (later[f"later_seconds.{name}"] for name in ("dense", "artifact"))
+    own, artifact = (later["later_seconds"][name] for name in ("dense", "artifact"))
     speedup = times(statistics.median(own) / statistics.median(artifact))
     cells = [link("after 32,700 tokens, Zen 5", _DECODE), _milli(own), "", _milli(artifact)]
     rows.append(["a later token", *cells, f"{speedup} vs. vLLM's own"])
@@ -119,7 +119,7 @@ def vllm_decode_table(results: Results) -> str:
         ("later, after 32,700", batch, 32700, "later"),
     ):
         row = _run(results, run, length)
-        own, artifact = (row[f"{kind}_seconds.{name}"] for name in ("dense", "artifact"))
+        own, artifact = (row[f"{kind}_seconds"][name] for name in ("dense", "artifact"))
         spec = _median if kind == "first" else _milli
         rows.append(
             [token, run.partition(",")[0], spec(own), spec(artifact), ratios(own, artifact)]
@@ -136,7 +136,7 @@ def server_table(results: Results) -> str:
         {
             **one(file.part("engine"), engine=name),
             **one(file.part("round"), engine=name),
-            "other": one(file.part("another run, not quiet"), engine=name),
+            "other": one(file.part("answers"), engine=name),
         }
         for name in ("own", "headwise")
     ]
@@ -162,7 +162,7 @@ def server_table(results: Results) -> str:
         ["time from the worker's death to the client's HTTP 500 and the server's end"],
     ]
     rows[1].append(times(alone[0] / alone[1]))
-    rows[5] += [*(f"{row['other']['alone']['right']}" for row in both), ""]
+    rows[5] += [*(f"{row['other']['alone_right']}" for row in both), ""]
     rows[6] += [*(f"{row['other']['clients_right']}" for row in both), ""]
     rows[8] += [*(f"{row['killed']['seconds']:.1f} s" for row in both), ""]
     return markdown(["", "vLLM's own attention", "artifact", "speedup"], rows)
