@@ -3,6 +3,7 @@ interpreter."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -49,6 +50,18 @@ def test_benchmark_scripts_print_their_usage(script, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert not ended.value.code and capsys.readouterr().out.startswith("usage:")
+
+
+def test_searches_script_writes_a_result_file(tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    words = ["searches.py", str(ROOT / "examples/smollm2.yaml"), "--minutes", "8.3"]
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(out)])
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert runpy.run_path(str(ROOT / "benchmarks/searches.py"))["main"]() == 0
+    result = importlib.import_module("result").read(out)
+    (row,) = result.part("row")
+    assert row["minutes"] == 8.3 and row["first_token"]["speedup"] > 1
+    assert result.part("tasks")[-1]["task"] == "all answers"
 
 
 GPU = ROOT / "benchmarks/gpu/run.py"
