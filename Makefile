@@ -55,6 +55,7 @@ gpu:
 # stand together. In an environment of its own, of which `make test` needs nothing.
 docs: $(VENV)/.installed $(DOCS_VENV)/.installed
 	$(BIN)/python -m headwise.command_page docs/commands.md
+	$(BIN)/python benchmarks/tables.py
 	rm -rf build/docs && mkdir -p build && cp -r docs build/docs
 	cp README.md build/docs/index.md
 	cp -r notebooks CHANGELOG.md CONTRIBUTING.md SECURITY.md CITATION.cff build/docs

@@ -10,16 +10,15 @@ the contexts.
 from __future__ import annotations
 
 import argparse
-import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkout import commit
+from result import Result, commit, labeled, machine_of, write
 
 from artifacts import load_pair
-from profiling.environment import environment
+from artifacts.files import check_writable
+from profiling.environment import environment, versions
 from profiling.evaluation.intervals import share_of
 from profiling.models.loading import load_model
 from profiling.progress import phase
@@ -60,6 +59,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    check_writable(options.out)
     artifact, arrays = load_pair(options.artifact)
     length = artifact.search.calibration.length
     loaded = load_model(options.model, dtype=options.dtype, device="cpu")
@@ -93,21 +93,19 @@ def main() -> None:
         row |= {"low": round(interval.low, 5), "high": round(interval.high, 5)}
         rows.append(row)
         print(f"{name:<32} {interval.value:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})")
-    record = {
-        "what": "Loss of answers by statistic: fraction of dense attention's value, by context",
-        "command": (
+    settings = {"tokens": length, "contexts": len(by_context), "answers": answers}
+    result = Result(
+        what="Loss of answers by statistic: fraction of dense attention's value, by context",
+        command=(
             f"python benchmarks/answer_statistics.py {Path(options.model).name} "
             f"{options.artifact.name} --contexts {options.contexts} --out FILE"
         ),
-        "commit": commit(),
-        "machine": environment("cpu")["device"],
-        "versions": {name: version(name) for name in ("headwise", "torch", "transformers")},
-        "tokens": length,
-        "contexts": len(by_context),
-        "answers": answers,
-        "rows": rows,
-    }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+        commit=commit(),
+        machine=machine_of(environment("cpu")),
+        versions=versions(),
+        rows=labeled("settings", [settings]) + labeled("row", rows),
+    )
+    write(options.out, result)
 
 
 if __name__ == "__main__":

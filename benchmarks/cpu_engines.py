@@ -1,6 +1,6 @@
 """The CPU's attention engines against each other and against torch's sdpa, in bf16, by GFLOP/s.
 
-    python -m benchmarks.cpu_engines --json cpu_engines.json
+    python benchmarks/cpu_engines.py --out cpu_engines.json
 
 Dense causal attention by head dim and length, interleaved, medians; and nanoseconds for 16 scores
 of the inner loop on one thread, 64 queries of each of 64 heads over 4,096 keys that they share. An
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result import Result, commit, labeled, machine_of, write
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from artifacts.cli.command import FOUND, run_command
 from kernels.attention import AttentionCall, cpu, sparse_attention
 from kernels.patterns.dense import dense_index
-from profiling.environment import environment
+from profiling.environment import environment, versions
 from profiling.speed.latency import medians, time_calls
 
 # Query and KV heads by head dim: SmolLM2, and two common shapes.
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--head-dims", type=int, nargs="+", default=list(_HEADS), choices=list(_HEADS))
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--json", type=Path, metavar="FILE")
+    p.add_argument("--out", type=Path, metavar="FILE", help="the result, as JSON")
     return p
 
 
@@ -65,13 +66,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     record["inner_loop"] = _inner_loop(options.repeats)
     print(_table(record))
-    text = json.dumps(record)
-    if options.json is None:
-        print(text)
+    result = _result(options, record)
+    if options.out is None:
+        print(json.dumps(result.model_dump(mode="json")))
     else:
-        options.json.write_text(text + "\n", encoding="utf-8")
+        write(options.out, result)
     rows = [*record["dense"], record["inner_loop"]]
     return FOUND if any(row["wrong"] for row in rows) else 0
+
+
+def _result(options: argparse.Namespace, record: dict[str, Any]) -> Result:
+    settings = {"why_no_tiles": record["why_no_tiles"], "threads": options.threads}
+    return Result(
+        what="The CPU's attention engines and sdpa, dense causal attention, GFLOP/s",
+        command=f"python benchmarks/cpu_engines.py --repeats {options.repeats}",
+        commit=commit(),
+        machine=machine_of(record["environment"]),
+        versions=versions(),
+        rows=labeled("settings", [settings])
+        + labeled("dense", record["dense"])
+        + labeled("inner_loop", [record["inner_loop"]]),
+    )
 
 
 def _dense(head_dim: int, length: int, repeats: int) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkout import commit
+from result import Result, commit, labeled, write
 
+from artifacts.files import check_writable
 from profiling.evaluation.intervals import wilson
 from search.model.limits import MAX_LOST, Limits
 from search.model.losses import ContextLoss
@@ -120,17 +121,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=4000)
     options = parser.parse_args()
-    record = {
-        "what": "Error of the gate in simulated searches, and how often it proves a small loss",
-        "command": f"python benchmarks/gate_errors.py --out FILE --trials {options.trials}",
-        "commit": commit(),
-        "machine": "any: random numbers alone",
-        "versions": {"headwise": version("headwise"), "numpy": np.__version__},
-        "limit": MAX_LOST,
-        "trials": options.trials,
-        "rows": rows(options.trials),
-    }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    check_writable(options.out)
+    settings = {"limit": MAX_LOST, "trials": options.trials}
+    result = Result(
+        what="Error of the gate in simulated searches, and how often it proves a small loss",
+        command=f"python benchmarks/gate_errors.py --out FILE --trials {options.trials}",
+        commit=commit(),
+        machine="any: random numbers alone",
+        versions={"headwise": version("headwise"), "numpy": np.__version__},
+        rows=labeled("settings", [settings]) + labeled("row", rows(options.trials)),
+    )
+    write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result import Result, commit, labeled, machine_of, write
 
 from artifacts import HeadwiseError
 from artifacts.cli.command import run_command
 from artifacts.errors import shorten
 from profiling.caches.parsing import RANDOM, CacheKind
-from profiling.environment import environment
+from profiling.environment import environment, versions
 from profiling.evaluation.cache_table import CACHES
 from profiling.evaluation.intervals import holm, mean_interval, paired_difference, sign_flip
 from profiling.models.loading import LoadedModel, load_model, local_folder
@@ -305,6 +306,28 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _result(options: argparse.Namespace, record: Mapping[str, Any]) -> Result:
+    words = [Path(word).name if "/" in word else word for word in record["command"][1:]]
+    settings = {
+        "model": record["model"],
+        "weights": record["weights"],
+        "tasks": options.tasks,
+        "length": options.length,
+        "samples": options.samples,
+        "share": options.share,
+        "seed": options.seed,
+        "dtype": options.dtype,
+    }
+    return Result(
+        what=f"Correct answers of {record['model']} by Headwise's caches and by kvpress",
+        command=" ".join(["python benchmarks/kvpress.py", *words]),
+        commit=commit(),
+        machine=machine_of(record["environment"]),
+        versions=versions() | _versions(options.python),
+        rows=labeled("settings", [settings]) + labeled("row", record["rows"]),
+    )
+
+
 def main() -> int:
     """Print the table; with --out write the figures."""
     options = parser().parse_args()
@@ -315,7 +338,7 @@ def main() -> int:
     record = run(options)
     print(table(record["rows"]))
     if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(options.out, _result(options, record))
     return 0
 
 

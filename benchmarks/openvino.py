@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkout import commit
 from openvino_engines import Graphs, OpenVINOEngine, Request, TorchEngine, request_of
 from openvino_export import exported, mark
 from openvino_record import DENSE, OPENVINO, XATTENTION, Record, table
+from result import commit
 
 from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.cli.command import run_command
@@ -352,7 +352,7 @@ def _measure_seconds(
 def main() -> int:
     """Measure, and print the table."""
     record = run(parser().parse_args())
-    print(table(record.content()["rows"]))
+    print(table(record.rows()))
     return 0
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from result import Result, labeled, read, write
+
 from artifacts import HeadwiseError
 from artifacts.errors import one_line
-from artifacts.files import atomic_write, check_writable
+from artifacts.files import check_writable
 from artifacts.page.layout import aligned
 from profiling.evaluation.intervals import share_of
 from profiling.speed.baselines import HEADWISE, KERNEL, LABELS, MODEL, Speedup, speedup
@@ -88,16 +89,19 @@ class Record:
     def _resume(self) -> None:
         shown = one_line(str(self._path))
         try:
-            stored = json.loads(self._path.read_bytes())
-            self.prompts = {each["digest"]: each for each in stored["prompts"]}
-            known = _conditions(stored)
-            served = {name: each["content_sha256"] for name, each in stored["artifacts"].items()}
+            stored = read(self._path)
+            self.prompts = {each["digest"]: each for each in map(_bare, stored.part("prompt"))}
+            artifacts = {each["method"]: each for each in stored.part("artifact")}
+            artifacts = {name: _bare(each, "method") for name, each in artifacts.items()}
+            (settings,) = map(_bare, stored.part("settings"))
+            known = {**settings, **stored.versions}
+            served = {name: each["content_sha256"] for name, each in artifacts.items()}
             times = any(prompt["seconds"] for prompt in self.prompts.values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (HeadwiseError, ValueError, KeyError):
             raise HeadwiseError(
                 f"{shown} is no result file of this script: choose another --out"
             ) from None
-        now = _conditions(self._header)
+        now = {**self._settings(), **self._header["versions"]}
         # A file may get further artifacts, but those that it has must be the same.
         for name in served.keys() & self._artifacts.keys():
             known[f"artifact {name}"] = served[name]
@@ -108,9 +112,9 @@ class Record:
                     f"{shown} has another {name}: {known.get(name)}, now {value}; "
                     "choose another --out"
                 )
-        self._artifacts = {**stored["artifacts"], **self._artifacts}
+        self._artifacts = {**artifacts, **self._artifacts}
         if times:
-            self._machine = stored["machine"]
+            self._machine = stored.machine
 
     def add(self, digest: str, prompt: Mapping[str, Any]) -> None:
         """Add a prompt, unless the file has it."""
@@ -137,40 +141,54 @@ class Record:
         if kind == "log_p":
             check_agreement({**prompt[kind], method: value}, prompt["task"])
         prompt[kind][method] = value
-        atomic_write(self._path, self.text().encode())
+        write(self._path, self.result())
 
-    def content(self) -> dict[str, Any]:
-        """The fields of the file."""
-        machine = self._machine or self._header["machine"]
-        prompts = list(self.prompts.values())
-        return {
-            **self._header,
-            "machine": machine,
-            "artifacts": self._artifacts,
-            "rows": rows_of(prompts),
-            "prompts": prompts,
-        }
+    def _settings(self) -> dict[str, Any]:
+        """What all measurements of a file have in common, apart from the versions."""
+        common = {name: self._header[name] for name in ("model", "tokens")}
+        return {**common, **self._header["settings"]}
 
-    def text(self) -> str:
-        """The file as JSON: a line for each field, row and prompt."""
-        fields = []
-        for name, value in self.content().items():
-            if isinstance(value, list):
-                text = "[\n" + ",\n".join(f"  {_json(each)}" for each in value) + "\n ]"
-            else:
-                text = _json(value)
-            fields.append(f" {json.dumps(name)}: {text}")
-        return "{\n" + ",\n".join(fields) + "\n}\n"
+    def rows(self) -> list[dict[str, Any]]:
+        """The row of each method, as `rows_of` has it."""
+        return rows_of(list(self.prompts.values()))
 
-
-def _conditions(header: Mapping[str, Any]) -> dict[str, Any]:
-    """What all measurements of a file have in common."""
-    common = {name: header[name] for name in ("model", "tokens")}
-    return {**common, **header["settings"], **header["versions"]}
+    def result(self) -> Result:
+        """The file: settings, artifacts, figures and losses of the methods by task, prompts."""
+        artifacts = [{"method": name, **each} for name, each in self._artifacts.items()]
+        methods, losses = by_task(self.rows())
+        return Result(
+            **{name: self._header[name] for name in ("what", "command", "commit", "versions")},
+            machine=self._machine or self._header["machine"],
+            rows=labeled("settings", [self._settings()])
+            + labeled("artifact", artifacts)
+            + labeled("method", methods)
+            + labeled("loss", losses)
+            + labeled("prompt", self.prompts.values()),
+        )
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(", ", ":"))
+def _bare(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """A row of a file without its part and these fields."""
+    return {name: value for name, value in row.items() if name not in ("part", *names)}
+
+
+def by_task(
+    rows: Iterable[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row of figures for each method and task, "all" for all of them, and one for each loss."""
+    methods: list[dict[str, Any]] = []
+    losses: list[dict[str, Any]] = []
+    for row in rows:
+        pooled = {name: value for name, value in row.items() if name != "tasks"}
+        for task, figures in {"all": pooled, **row["tasks"]}.items():
+            own = {"method": row["method"], "task": task}
+            methods.append(own | {name: figures[name] for name in figures if name != "lost"})
+            losses += [
+                {**own, "baseline": baseline, **loss}
+                for baseline, loss in figures["lost"].items()
+                if loss is not None
+            ]
+    return methods, losses
 
 
 def check_agreement(log_p: Mapping[str, LogP], task: str) -> None:

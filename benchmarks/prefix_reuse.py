@@ -10,20 +10,18 @@ turn. The text is prose that no search saw. vllm_ttft.py has `--cached` for vLLM
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkout import commit
+from result import Result, commit, labeled, machine_of, write
 
 from artifacts import load_pair
 from artifacts.cli.command import run_command
-from artifacts.files import atomic_write, check_writable
-from profiling.environment import environment
+from artifacts.files import check_writable
+from profiling.environment import environment, versions
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
@@ -66,7 +64,7 @@ def main() -> int:
     for cached in options.cached:
         rows.append(_row(options, loaded, arrays, cached))
         _print(rows[-1])
-        atomic_write(options.out, (json.dumps(_record(options, rows), indent=1) + "\n").encode())
+        write(options.out, _result(options, rows))
     return 0
 
 
@@ -129,17 +127,16 @@ def _print(row: dict[str, Any]) -> None:
     print(f"{row['new']} new tokens behind {row['cached']}: {row['speedup']:.2f}x {row['over']}")
 
 
-def _record(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Result:
     name = Path(options.model).name
-    return {
-        "what": "Seconds to the first token of new tokens behind cached ones, in transformers",
-        "command": f"python benchmarks/prefix_reuse.py {options.config.name} --model {name}",
-        "commit": commit(),
-        "machine": environment("cpu")["device"],
-        "versions": {each: version(each) for each in ("headwise", "torch", "transformers")},
-        "model": name,
-        "rows": rows,
-    }
+    return Result(
+        what="Seconds to the first token of new tokens behind cached ones, in transformers",
+        command=f"python benchmarks/prefix_reuse.py {options.config.name} --model {name}",
+        commit=commit(),
+        machine=machine_of(environment("cpu")),
+        versions=versions(),
+        rows=labeled("settings", [{"model": name}]) + labeled("row", rows),
+    )
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ first token.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from checkout import commit
+from result import UNKNOWN, Result, commit, labeled, write
 
 from artifacts import Artifact, HeadwiseError, load
 from artifacts.cli.command import run_command
-from artifacts.files import atomic_write, check_writable
+from artifacts.files import check_writable
 
 _FIRST_TOKEN = "seconds to the first token"
 
@@ -46,22 +45,27 @@ def main() -> int:
             f"{len(minutes)}"
         )
     artifacts = [load(path) for path in options.files]
-    rows = [row_of(artifact, taken) for artifact, taken in zip(artifacts, minutes, strict=True)]
+    rows = [
+        row
+        for artifact, taken in zip(artifacts, minutes, strict=True)
+        for row in rows_of(artifact, taken)
+    ]
     measured = [each for artifact in artifacts for each in artifact.evidence.measurements]
-    record = {
-        "what": "Searches by the limits: losses with their bounds, and seconds to the first token",
-        "command": "python benchmarks/searches.py ARTIFACT ... --out FILE",
-        "commit": commit(),
-        "machine": ", ".join(dict.fromkeys(each.device for each in measured if each.device)),
-        "versions": dict(measured[0].versions or {}) if measured else {},
-        "rows": rows,
-    }
-    atomic_write(options.out, (json.dumps(record, indent=1) + "\n").encode())
+    machines = ", ".join(dict.fromkeys(each.device for each in measured if each.device))
+    result = Result(
+        what="Searches by the limits: losses with their bounds, and seconds to the first token",
+        command="python benchmarks/searches.py ARTIFACT ... --out FILE",
+        commit=commit(),
+        machine=machines or UNKNOWN,
+        versions=dict(measured[0].versions or {}) if measured else {},
+        rows=rows,
+    )
+    write(options.out, result)
     return 0
 
 
-def row_of(artifact: Artifact, minutes: float | None) -> dict[str, Any]:
-    """The row of one artifact.
+def rows_of(artifact: Artifact, minutes: float | None) -> list[dict[str, Any]]:
+    """The row of one artifact, and a row for each of its tasks.
 
     Raises:
         HeadwiseError: no search has written it.
@@ -90,8 +94,9 @@ def row_of(artifact: Artifact, minutes: float | None) -> dict[str, Any]:
                 "speedup": round((each.baseline or 0.0) / each.value, 3),
                 "rounds": each.samples,
             }
-    row["tasks"] = [task.model_dump(mode="json") for task in artifact.evidence.tasks]
-    return row
+    search_of = {name: row[name] for name in ("model", "tokens", "seed")}
+    tasks = [{**search_of, **task.model_dump(mode="json")} for task in artifact.evidence.tasks]
+    return labeled("row", [row]) + labeled("tasks", tasks)
 
 
 if __name__ == "__main__":

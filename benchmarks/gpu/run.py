@@ -3,9 +3,10 @@
     python benchmarks/gpu/run.py
 
 Each step runs in a separate process with a time limit of its own, the most valuable first.
-FOLDER/report.json has the figures, with device and versions, and is written after each step; rows
-of a step that was stopped are in it too. The same command resumes: it runs the steps that are not
-finished for this code, this device and these lengths. --steps runs steps anew.
+FOLDER/report.json has the figures, with device and versions, in the form of docs/results; it is
+written after each step, and rows of a step that was stopped are in it too. The same command
+resumes: it runs the steps that are not finished for this code, this device and these lengths.
+--steps runs steps anew.
 
 A machine that is lent for ten minutes at a time: --minutes 9, twice. --rehearse runs the same on
 the CPU in Triton's interpreter, at tiny sizes: its times mean nothing."""
@@ -24,6 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_report import stored, text, write
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (8192, 32_768, 131_072)
@@ -146,31 +149,12 @@ def main() -> int:
                 return 3
         write(file, report)
     failed = [name for name, entry in report["steps"].items() if "failed" in entry]
-    print(f"{file}:\n{text(report)}")
+    print(f"{file}:\n{text(report)}", end="")
     for name in failed:
         print(f"failed: {name}: {report['steps'][name]['failed']}")
     if left:
         print(f"left for the next call: {', '.join(left)}")
     return 3 if failed or left else 0
-
-
-def stored(file: Path, rehearsal: bool) -> dict[str, Any]:
-    """The report of earlier calls, or an empty one."""
-    empty: dict[str, Any] = {
-        "what": "Headwise on one GPU",
-        "command": "",
-        "rehearsal": rehearsal,
-        "machine": {},
-        "steps": {},
-    }
-    if not file.exists():
-        return empty
-    report: dict[str, Any] = json.loads(file.read_text())
-    if report["rehearsal"] != rehearsal:
-        raise SystemExit(
-            f"{file} is{'' if report['rehearsal'] else ' not'} of a rehearsal: choose another --out"
-        )
-    return report
 
 
 def to_run(options: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
@@ -273,40 +257,6 @@ def reason(log: str) -> str:
     lines = log.strip().splitlines()
     starts = [at for at, line in enumerate(lines) if line[:1].strip()]
     return " ".join(line.strip() for line in lines[starts[-1] if starts else 0 :])[:600]
-
-
-def write(file: Path, report: dict[str, Any]) -> None:
-    """Replace the report as a whole, so that a kill leaves the earlier one."""
-    new = file.with_suffix(".new")
-    new.write_text(text(report) + "\n")
-    new.replace(file)
-
-
-def text(value: Any, depth: int = 4, indent: str = "") -> str:
-    """JSON with a line for each row: as a file of docs/results is."""
-    line = json.dumps(rounded(value))
-    if not depth or not isinstance(value, dict | list) or len(line) < 100:
-        return line
-    inner = indent + " "
-    if isinstance(value, dict):
-        lines = [
-            f"{inner}{json.dumps(key)}: {text(each, depth - 1, inner)}"
-            for key, each in value.items()
-        ]
-        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    lines = [inner + text(each, depth - 1, inner) for each in value]
-    return "[\n" + ",\n".join(lines) + f"\n{indent}]"
-
-
-def rounded(value: Any) -> Any:
-    """Floats with six digits."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    return value
 
 
 if __name__ == "__main__":
