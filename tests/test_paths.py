@@ -137,7 +137,7 @@ OPTIONS = [
     "kv PATH --model none --out new.yaml --target-share 0.5",
     "kv cfg.yaml --model none --out PATH --target-share 0.5",
     "decode PATH --model none",
-    "decode --model none --policy full --json=PATH",
+    "decode --model none --methods dense+h2o --json=PATH",
     "similarity --model PATH --out profile",
     "similarity --model none --out PATH",
     "heatmaps PATH --model none --out pictures",
