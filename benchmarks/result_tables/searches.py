@@ -12,12 +12,13 @@ _PROVEN = {
     ("qwen-0.5b", 4096): ("0.5B", None),
     ("qwen-0.5b", 8192): ("0.5B", "qwen-0.5b"),
     ("qwen-0.5b", 16384): ("0.5B", None),
+    ("qwen-1.5b", 4096): ("1.5B", "qwen-1.5b"),
     ("gemma3", 4096): ("Gemma-3", None),
 }
 _QWEN = (
     ("0.5B, bf16", "qwen_0.5b_searches_bf16"),
     ("0.5B, float32", "qwen_0.5b_4096_search"),
-    ("1.5B, float32 ([artifact](../examples/qwen-1.5b.yaml))", "qwen_1.5b_4096_search"),
+    ("1.5B, float32", "qwen_1.5b_4096_search"),
 )
 
 
