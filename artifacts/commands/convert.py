@@ -16,7 +16,8 @@ from artifacts.cli.command import FOUND
 from artifacts.cli.options import Arg, CommandConfig
 from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
-from artifacts.interop.formats import FORMATS, Format, guess
+from artifacts.interop.format import Format
+from artifacts.interop.formats import FORMATS, guess
 from artifacts.interop.report import Report
 from artifacts.interop.shape import ImportOptions
 from artifacts.interop.source import Source

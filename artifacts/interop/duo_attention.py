@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, naming, shorten
 from artifacts.files import followed
+from artifacts.interop.format import Format
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import ImportOptions, model_shape
 from artifacts.interop.source import Source
@@ -312,3 +313,13 @@ def _config(file: Path) -> dict[str, Any] | None:
                     f"{name}: must be a whole number from {minimum} on, got {shorten(size)}"
                 )
         return config
+
+
+FORMAT = Format(
+    name="duo_attention",
+    about="DuoAttention's full_attention_heads.tsv, next to its config.json",
+    read=read,
+    write=write,
+    files=("*.tsv",),
+    options=("sinks", "window", "threshold", "sparsity"),
+)

@@ -1,65 +1,24 @@
-"""Supported formats of other tools, by name."""
+"""Supported formats of other tools, by name: the FORMAT of each module beside this one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import iter_modules
 
 from artifacts.errors import ArtifactError, one_line
-from artifacts.interop import duo_attention, modelopt, read_heads, write_heads
-from artifacts.interop.report import Export, Import
-from artifacts.interop.shape import ImportOptions
-from artifacts.interop.source import Source
-
-if TYPE_CHECKING:
-    from artifacts.schema.artifact import Artifact
-    from artifacts.store.sidecar import Array
-
-Write = Callable[["Artifact", Mapping[str, "Array"], Path], Export]
+from artifacts.interop.format import Format
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format:
-    """File format of another tool.
-
-    Attributes:
-        about: description for the help.
-        options: fields of ImportOptions that `read` uses in addition to the model.
-        patterns: True if the format has prefill patterns of heads, for which recall is measurable.
-    """
-
-    about: str
-    write: Write
-    read: Callable[[Source, ImportOptions], Import]
-    options: tuple[str, ...] = ()
-    patterns: bool = False
+def _found() -> dict[str, Format]:
+    names = (module.name for module in iter_modules([str(Path(__file__).parent)]))
+    modules = (import_module(f"{__package__}.{name}") for name in names if name != "formats")
+    formats = [form for module in modules if isinstance(form := vars(module).get("FORMAT"), Format)]
+    return {form.name: form for form in formats}
 
 
-_HEADS = ("dense_below", "dense_tail")
-FORMATS: dict[str, Format] = {
-    "minference": Format(
-        about="MInference's JSON list of head patterns, also within AngelSlim's best_pattern",
-        read=read_heads.read,
-        write=write_heads.write,
-        options=_HEADS,
-        patterns=True,
-    ),
-    "modelopt": Format(
-        about="ModelOpt's sparse_attention_config, alone or in config.json",
-        read=modelopt.read,
-        write=modelopt.write,
-        options=_HEADS,
-        patterns=True,
-    ),
-    "duo_attention": Format(
-        about="DuoAttention's full_attention_heads.tsv, next to its config.json",
-        read=duo_attention.read,
-        write=duo_attention.write,
-        options=("sinks", "window", "threshold", "sparsity"),
-    ),
-}
+FORMATS = _found()
 
 
 def guess(file: Path) -> str:
@@ -73,8 +32,9 @@ def guess(file: Path) -> str:
             f"{one_line(str(file))}: is an artifact by its name: say with --to what to write from "
             f"it"
         )
-    if file.suffix == ".tsv":
-        return "duo_attention"
-    if file.name == "config.json":
-        return "modelopt"
-    return "minference"
+    named = (
+        name
+        for name, form in FORMATS.items()
+        if any(fnmatch(file.name, pattern) for pattern in form.files)
+    )
+    return next(named, "minference")

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.analysis.density import LONGEST, density, mean_density
 from artifacts.errors import ArtifactError, shorten
+from artifacts.interop.format import HEADS, Format
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import ImportOptions, model_shape
 from artifacts.interop.source import Source, original
@@ -365,3 +366,14 @@ def _blocks(sparsity: float, length: int) -> int:
         else:
             low = middle + 1
     return low
+
+
+FORMAT = Format(
+    name="modelopt",
+    about="ModelOpt's sparse_attention_config, alone or in config.json",
+    read=read,
+    write=write,
+    files=("config.json",),
+    options=HEADS,
+    patterns=True,
+)

@@ -78,8 +78,10 @@ Rows = Items[Items[PatternName] | None]
 class Imported(Record):
     """The file of another tool that a section was taken over from."""
 
-    format: Literal["minference", "modelopt", "duo_attention"] = Field(
-        description="the file's format"
+    format: Annotated[
+        str, matching("[a-z][a-z0-9_]{0,31}", "a lower-case letter and then letters, digits or '_'")
+    ] = Field(
+        description="the file's format, such as minference: a name of `headwise convert --from`"
     )
     file: Text = Field(description="the file's bare name")
     sha256: Sha256 = Field(description="of the file's bytes")

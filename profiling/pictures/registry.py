@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from profiling.prompts.prompt import Prompt
 
 Origin = Literal["artifact", "model", "profile"]
-# In the order in which pictures are drawn.
-_NAMES = ("similarity", "attention", "frontier", "patterns", "candidates")
-_MODULES = tuple(f"profiling.pictures.{name}" for name in _NAMES)
 
 
 def _head(value: Any) -> Any:
@@ -122,7 +120,7 @@ def picture(*, of: Origin) -> Callable[[Draw], Draw]:
 
 def pictures(*of: Origin) -> dict[str, Picture]:
     """Return the pictures that are drawn from one of these, by name."""
-    for module in _MODULES:
-        import_module(module)
-    in_order = sorted(_PICTURES, key=lambda name: _MODULES.index(_PICTURES[name].draw.__module__))
+    for module in iter_modules([str(Path(__file__).parent)]):
+        import_module(f"{__package__}.{module.name}")
+    in_order = sorted(_PICTURES, key=lambda name: _PICTURES[name].draw.__module__)
     return {name: _PICTURES[name] for name in in_order if _PICTURES[name].of in of}

@@ -1,7 +1,7 @@
 """Calibration and test prompts: seeded, of exact length in tokens, the same in every process.
 
-KINDS are the tasks; docs/tasks.md explains them. A new task is a function with @task in a file of
-generators.
+KINDS are the tasks; docs/tasks.md explains them. A new task is a function with @task in a module of
+profiling.prompts.tasks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
+from profiling.prompts import tasks
 from profiling.prompts.kind import REGISTERED, Find, Prompt, Request, TaskSpec
 from profiling.prompts.tokens import Encoder
 
@@ -34,19 +36,8 @@ __all__ = [
 __all__ += ["Fewer", "digest", "fewer_sentence", "fewer_sentences", "make_prompts", "parse_name"]
 __all__ += ["parse_task", "per_context"]
 
-for _file in (
-    "frequencies",
-    "hops",
-    "jsonl",
-    "lines",
-    "needles",
-    "recalls",
-    "retrieval",
-    "texts",
-    "turns",
-    "variables",
-):
-    import_module(f"profiling.prompts.{_file}")
+for _module in iter_modules(tasks.__path__):
+    import_module(f"{tasks.__name__}.{_module.name}")
 # By name: the order does not depend on the order of imports.
 KINDS: dict[str, TaskSpec] = dict(sorted(REGISTERED.items()))
 TASKS = ", ".join(KINDS) + " (headwise tasks explains them)"

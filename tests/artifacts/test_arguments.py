@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments, command
-from artifacts.cli.arguments import ArtifactFile, Dtype, Json, Length, Picture, Tasks
+from artifacts.cli.arguments import ArtifactFile, Dtype, Json, Length, Picture
 from artifacts.cli.options import (
     ADVANCED,
     BETWEEN_0_AND_1,
@@ -30,6 +30,9 @@ from artifacts.cli.parser import ArgumentParser, parser_of, read
 def by_hand(value: Any) -> Any:
     """Read `1,2`."""
     return tuple(map(int, value.split(","))) if isinstance(value, str) else value
+
+
+NAMED = Arg(flags=("--task",), metavar="TASK", repeat=True)
 
 
 class Part(CommandConfig):
@@ -54,7 +57,7 @@ class Config(CommandConfig):
     lengths: Annotated[tuple[Annotated[Length, Field(ge=16)], ...], Arg("tokens")] = (64,)
     order: Annotated[Literal["rising", "falling"], Arg("sorted", group=ADVANCED)] = "rising"
     folder: Annotated[Path | None, Arg("of pictures")] = None
-    tasks: Annotated[Tasks, Arg("what is asked")] = ("prose",)
+    tasks: Annotated[tuple[str, ...], NAMED, Arg("what is asked")] = ("prose",)
     dtype: Dtype = "auto"
     picture: Picture = True
     both: Annotated[bool, Arg("either", both=True)] = True

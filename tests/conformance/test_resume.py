@@ -55,8 +55,8 @@ RUNS = {
         "new.yaml",
     ),
     "decode": (
-        f"{SMALL} --policy full --policy streaming:window=28 --trials 1 --task-length 256 "
-        "--repeats 0 --json OUT/decode.json",
+        f"{SMALL} --methods dense+snapkv:budget=90,window=8 dense+streaming:window=28 --samples 1 "
+        "--length 256 --repeats 0 --json OUT/decode.json",
         "decode.json",
     ),
     "stream": (
@@ -204,7 +204,7 @@ def test_command_ends_at_the_first_loss_that_is_no_number(verb, command, almost,
     verb, *more = verb.split(" --text")
     if more:
         text = tmp_path / "text.txt"
-        more = f"--text {text} --texts 1 --text-length 128 --forced 8".split()
+        more = f"--text {text}".split()
     with pytest.raises(HeadwiseError, match=r"not finite in float32.*--dtype"):
         command(verb, "out", *more, model=almost)
     assert not (tmp_path / "out" / RUNS[verb][1]).exists()

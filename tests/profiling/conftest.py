@@ -161,7 +161,7 @@ def command(searched, tmp_path, monkeypatch):
     """command(words): the record of an evaluation: of little prose, with few decoded tokens."""
     monkeypatch.setattr("profiling.quality.trials.new_tokens", lambda tokenizer, prompt: 4)
     monkeypatch.setattr("profiling.quality.trials.FORCED", 8)
-    monkeypatch.setattr("profiling.prompts.texts.pythons_own", _some_prose)
+    monkeypatch.setattr("profiling.prompts.tasks.texts.pythons_own", _some_prose)
     for file in searched.glob("cfg*"):
         shutil.copy(file, tmp_path / file.name)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from profiling.prompts import texts
 from profiling.prompts.prompt import Prompt
+from profiling.prompts.tasks import texts
 from profiling.prompts.words import compounds, words
 from tests.profiling.tokenizers import byte_level
 from tests.typed import make_prompts

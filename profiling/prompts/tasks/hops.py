@@ -10,7 +10,7 @@ import random
 from itertools import pairwise
 
 from profiling.prompts.kind import Find, Prompt, Request, Span, task
-from profiling.prompts.retrieval import Hay
+from profiling.prompts.tasks.retrieval import Hay
 from profiling.prompts.tokens import Ids
 from profiling.prompts.words import names
 

@@ -1,0 +1,1 @@
+"""Tasks: each module here registers the ones that it makes prompts of."""
