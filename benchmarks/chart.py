@@ -9,12 +9,20 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from result_tables.first_token import DENSE, HEADWISE, QWEN, Compared, compared, label
+from result_tables.first_token import (
+    COMPARED,
+    DENSE,
+    HEADWISE,
+    SMOLLM2,
+    Compared,
+    compared,
+    label,
+)
 from result_tables.table import Results
 
 ROOT = Path(__file__).resolve().parents[1]
-# Panels, by result file.
-CHARTED = ("qwen_0.5b_4096_compared", "qwen_0.5b_8192_compared", "qwen_0.5b_16384_compared")
+# Panels beside each other.
+COLUMNS = 2
 # Of Okabe and Ito, which color-blind readers can tell apart.
 COLORS = {"dense": "#999999", HEADWISE: "#0072B2", "xattention": "#E69F00", "other": "#CC79A7"}
 
@@ -26,21 +34,24 @@ def draw(rows: list[Compared], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        1, len(rows), figsize=(4.6 * len(rows), 4), layout="constrained"
+    lines = -(-len(rows) // COLUMNS)
+    figure, grid = pyplot.subplots(
+        lines, COLUMNS, figsize=(5 * COLUMNS, 3.6 * lines), layout="constrained", squeeze=False
     )
+    panels = list(grid.flat)
+    for unused in panels[len(rows) :]:
+        unused.set_visible(False)
     # One marker for a method in all panels.
     labels = dict.fromkeys(label(method) for row in rows for method in row.methods)
     markers = dict(zip(labels, "os^vDP*X", strict=False))
     shown: dict[str, Any] = {}
-    for panel, row in zip(panels, rows, strict=True):
+    for panel, row in zip(panels, rows, strict=False):
         shown |= _draw_panel(panel, row, markers)
         panel.set_title(f"{row.model}, {row.tokens:,} tokens", fontsize=10)
         panel.set_xlabel("seconds to the first token")
-    panels[0].set_ylabel("correct answers lost, 95% interval")
-    figure.legend(
-        shown.values(), shown, loc="outside lower center", ncols=len(shown), frameon=False
-    )
+    for panel in grid[:, 0]:
+        panel.set_ylabel("correct answers lost, 95% interval")
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(out, dpi=150)
 
 
@@ -83,7 +94,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     results = Results()
-    draw([compared(results, name, QWEN) for name in CHARTED], ROOT / "docs/compared.png")
+    # SmolLM2 answers too few for a scale in common.
+    charted = [(model, name) for model, name in COMPARED if model != SMOLLM2]
+    draw([compared(results, name, model) for model, name in charted], ROOT / "docs/compared.png")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
         lines.append(
             f"answer inside: {start} to {stop}, {tokenizer.decode(ids[start:stop]).strip()}"
         )
-    for find in prompt.finds:
-        start, stop = find.span
+    for part in prompt.evidence:
+        start, stop = part.span
         block = tokenizer.decode(ids[start:stop]).strip()
         lines.append(f"found at: {start} to {stop}, depth {start / len(ids):.2f}: {block}")
     return "\n".join(lines)

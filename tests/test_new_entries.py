@@ -20,7 +20,7 @@ TASK = {
         "": '''"""A word that is to be repeated."""
 
 from profiling.prompts.haystacks import padding
-from profiling.prompts.kind import Find, Prompt, Request, task
+from profiling.prompts.kind import Evidence, Prompt, Request, task
 
 
 @task("echo", asks="a word", source="nobody")
@@ -32,7 +32,7 @@ def echo(request: Request) -> list[Prompt]:
         fact, question = request.encode.each([f"The number is {number}.", " The number is"])
         text = padding(request.encode, request.room(fact, question))
         ids, spans = request.assemble((), [fact, text], question)
-        return Prompt.to_find(ids, Find(f" {number}", spans[0]))
+        return Prompt.answered_by(ids, Evidence(f" {number}", spans[0]))
 
     return request.prompts(make_prompt)
 ''',

@@ -10,6 +10,7 @@ from typing import Any
 from .table import Results, interval, link, markdown, matching, one, seconds, table, times
 
 QWEN = "Qwen2.5-Coder-0.5B"
+QWEN_LARGE = "Qwen2.5-Coder-1.5B"
 SMOLLM2 = "SmolLM2-135M"
 DENSE = ("dense", "dense_kernel", "openvino")
 XATTENTION = "xattention_0.95"
@@ -20,6 +21,7 @@ COMPARED = (
     (QWEN, "qwen_0.5b_4096_compared"),
     (QWEN, "qwen_0.5b_8192_compared"),
     (QWEN, "qwen_0.5b_16384_compared"),
+    (QWEN_LARGE, "qwen_1.5b_4096_compared"),
 )
 # Columns of the table of earlier searches, by a method's name in the files.
 METHODS = {
@@ -148,7 +150,8 @@ def label(method: str) -> str:
         return "dense"
     if method.startswith(HEADWISE):
         return method.replace("headwise@", "Headwise, ").replace("headwise", "Headwise")
-    return method.replace("xattention_", "XAttention ")
+    names = {"vertical_slash": "vertical-slash, all heads", "minference": "MInference's search"}
+    return names.get(method, method.replace("xattention_", "XAttention "))
 
 
 @table("first token")

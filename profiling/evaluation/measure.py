@@ -285,7 +285,7 @@ def _shortages(sets: Sequence[Set]) -> tuple[list[Overlap], list[Fewer]]:
 
 def _digest(prompt: Prompt) -> str:
     """Hash all of a prompt that an answer depends on."""
-    others = dict.fromkeys(("finds", "text_spans", "cell", "task"))
+    others = dict.fromkeys(("evidence", "text_spans", "cell", "task"))
     return hashlib.sha256(canonical_json({**asdict(prompt), **others})).hexdigest()[:16]
 
 

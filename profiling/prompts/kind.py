@@ -27,13 +27,13 @@ class LengthTooShort(HeadwiseError):
 
 
 @dataclass(frozen=True)
-class Find:
+class Evidence:
     """One thing that an answer takes out of the prompt.
 
     Attributes:
         expected: the text that a right greedy answer has for it, its leading space included.
         span: half-open range of token positions of the block that states it.
-        lead: the text between the answer to the find before it and `expected`; empty for the first
+        lead: the text between the answer to the part before it and `expected`; empty for the first
             one, for which the prompt's end asks.
     """
 
@@ -49,8 +49,8 @@ class Prompt:
     Attributes:
         input_ids: all ids of the prompt.
         answer: the right answer; None where there is none or it is unknown.
-        finds: where in the prompt the answer lies, in the order in which it is put together; empty
-            where unknown.
+        evidence: where in the prompt the answer lies, in the order in which it is put together;
+            empty where unknown.
         metric: how profiling.prompts.metrics scores an answer; `begins` compares with `answer`.
         references: texts that the metric compares an answer with, if not `answer`.
         new_tokens: how many tokens the task's authors let a model answer with; at least a few more
@@ -73,7 +73,7 @@ class Prompt:
 
     input_ids: Ids
     answer: str | None
-    finds: tuple[Find, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
     metric: Metric = "begins"
     references: tuple[str, ...] = ()
     new_tokens: int | None = None
@@ -88,7 +88,7 @@ class Prompt:
         length = len(self.context)
         if not 0 <= self.turn < max(1, len(self.input_ids)):
             raise ValueError(f"turn must be from 0 to {len(self.input_ids) - 1}, got {self.turn}")
-        answers = [*self.references, *(find.expected for find in self.finds)]
+        answers = [*self.references, *(part.expected for part in self.evidence)]
         if self.answer is not None:
             answers.append(self.answer)
         if blank := [each for each in answers if not each.strip()]:
@@ -105,25 +105,25 @@ class Prompt:
     @property
     def continuation(self) -> str | None:
         """The answer as text that continues the prompt, its leading space included."""
-        if self.finds:
-            return "".join(find.lead + find.expected for find in self.finds)
+        if self.evidence:
+            return "".join(part.lead + part.expected for part in self.evidence)
         if self.answer is None:
             return None
         return f" {self.answer}"
 
     @classmethod
-    def to_find(cls, input_ids: Ids, *finds: Find, **scoring: Any) -> Prompt:
-        """Make a prompt whose answer is its finds, one after the other.
+    def answered_by(cls, input_ids: Ids, *evidence: Evidence, **scoring: Any) -> Prompt:
+        """Make a prompt whose answer is that of its evidence, one after the other.
 
         Args:
             input_ids: all ids of the prompt.
-            finds: in the order of the answer.
+            evidence: in the order of the answer.
             scoring: other fields, from `metric` on.
         """
         return cls(
             input_ids,
-            "".join(find.lead + find.expected for find in finds).strip(),
-            finds,
+            "".join(part.lead + part.expected for part in evidence).strip(),
+            evidence,
             **scoring,
         )
 

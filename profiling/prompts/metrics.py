@@ -30,10 +30,10 @@ def is_final(prompt: Prompt, text: str) -> bool:
 
 
 def _begins(prompt: Prompt, text: str, references: Sequence[str]) -> float:
-    """Score 1 where the text begins with an answer, or names all finds in their order."""
-    if len(prompt.finds) < 2:
+    """Score 1 where the text begins with an answer, or names all parts of it in their order."""
+    if len(prompt.evidence) < 2:
         return float(any(re.match(_whole(reference), text) for reference in references))
-    pattern = ".*?".join(_whole(find.expected) for find in prompt.finds)
+    pattern = ".*?".join(_whole(part.expected) for part in prompt.evidence)
     return float(re.match(pattern, text, re.DOTALL) is not None)
 
 

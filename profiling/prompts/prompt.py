@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from profiling.prompts import tasks
-from profiling.prompts.kind import REGISTERED, Find, Prompt, Request, TaskSpec
+from profiling.prompts.kind import REGISTERED, Evidence, Prompt, Request, TaskSpec
 from profiling.prompts.tokens import Encoder
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "GATE_TASKS",
     "KINDS",
     "TASKS",
-    "Find",
+    "Evidence",
     "Prompt",
     "Task",
 ]

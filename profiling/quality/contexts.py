@@ -18,7 +18,7 @@ from profiling.prompts.tokens import Ids
 from runtime.devices import execution_device
 
 # Tokens after a prefill that are fed at a time: so few that the runtime attends densely.
-PIECE = 16
+TURN_CHUNK = 16
 
 
 def by_context(prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -44,7 +44,7 @@ def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
     tokens = torch.tensor([ids], device=execution_device(model), dtype=torch.long)
     rows = [
         model(chunk, past_key_values=cache, use_cache=True).logits[0]
-        for chunk in tokens.split(PIECE, dim=1)
+        for chunk in tokens.split(TURN_CHUNK, dim=1)
     ]
     return torch.cat(rows)
 

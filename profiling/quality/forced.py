@@ -101,6 +101,6 @@ def answer_ids(tokenizer: Any, prompt: Prompt) -> Ids:
     return encode(text)
 
 
-def asks(prompt: Prompt) -> bool:
+def has_answer(prompt: Prompt) -> bool:
     """True if the prompt has an answer that follows its end."""
     return bool((prompt.continuation or "").strip())

@@ -25,7 +25,7 @@ from runtime.devices import execution_device
 _TOGETHER = 8
 
 
-class Begun(NamedTuple):
+class PrefilledTexts(NamedTuple):
     """Texts (B, S) prefilled but for their forced tokens; logits (B, V) before these."""
 
     ids: Tensor
@@ -34,22 +34,22 @@ class Begun(NamedTuple):
 
 
 @torch.no_grad()
-def begin(
+def prefill_texts(
     model: Any, cache: Callable[[], Any], texts: Sequence[Prompt], forced: int
-) -> Iterator[Begun]:
+) -> Iterator[PrefilledTexts]:
     """Prefill texts of one length, several at a time, by the attention that is applied."""
     for start in range(0, len(texts), _TOGETHER):
         together = [text.input_ids for text in texts[start : start + _TOGETHER]]
         ids = torch.tensor(together, device=execution_device(model), dtype=torch.long)
         filled = cache()
         output = model(ids[:, :-forced], past_key_values=filled, use_cache=True, logits_to_keep=1)
-        yield Begun(ids, filled, output.logits[:, -1])
+        yield PrefilledTexts(ids, filled, output.logits[:, -1])
 
 
 @torch.no_grad()
-def steps(model: Any, begun: Begun, forced: int) -> Iterator[tuple[Tensor, Tensor]]:
+def steps(model: Any, prefilled: PrefilledTexts, forced: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each forced token (B) and the logits (B, V) before it; the cache grows."""
-    ids, cache, logits = begun
+    ids, cache, logits = prefilled
     start = ids.shape[1] - forced
     for at in bar(range(start, ids.shape[1]), desc="forced decode"):
         if at > start:
@@ -57,16 +57,16 @@ def steps(model: Any, begun: Begun, forced: int) -> Iterator[tuple[Tensor, Tenso
         yield ids[:, at], logits
 
 
-def forced_losses(model: Any, begun: Iterable[Begun], forced: int) -> Tensor:
+def forced_losses(model: Any, prefilled: Iterable[PrefilledTexts], forced: int) -> Tensor:
     """Compute -log p of the last `forced` tokens of each text (T, F), decoded one by one.
 
     Args:
         model: the model, with the method applied.
-        begun: of `begin`; their caches grow.
+        prefilled: of `prefill_texts`; their caches grow.
         forced: number of tokens.
     """
     losses = []
-    for batch in begun:
+    for batch in prefilled:
         by_step = [token_losses(logits, tokens) for tokens, logits in steps(model, batch, forced)]
         losses.append(torch.stack(by_step, dim=1))
     return torch.cat(losses)
@@ -113,11 +113,11 @@ def divergence(
     Raises:
         HeadwiseError: a loss is not finite.
     """
-    full_begun = next(begin(model, full, [prompt], forced))
-    own_begun = next(begin(model, method, [prompt], forced))
+    full_texts = next(prefill_texts(model, full, [prompt], forced))
+    own_texts = next(prefill_texts(model, method, [prompt], forced))
     rows = []
     for (token, full_logits), (_, own_logits) in zip(
-        steps(model, full_begun, forced), steps(model, own_begun, forced), strict=True
+        steps(model, full_texts, forced), steps(model, own_texts, forced), strict=True
     ):
         expected = log_probabilities(full_logits[0])
         log_probs = log_probabilities(own_logits[0])

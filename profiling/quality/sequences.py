@@ -31,7 +31,7 @@ from profiling.prompts.held_out import units
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import by_context, spread_positions
-from profiling.quality.forced import answer_ids, asks, token_losses
+from profiling.quality.forced import answer_ids, has_answer, token_losses
 from runtime.devices import execution_device
 
 # Positions of a sequence that are compared; their dense log-probabilities are held in fp16.
@@ -108,7 +108,7 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
         for number in numbers:
             prompt = prompts[number]
             ids += prompt.input_ids[len(prompt.context) :]
-            if asks(prompt):
+            if has_answer(prompt):
                 right = answer_ids(tokenizer, prompt)
                 spans.append((len(ids), len(ids) + len(right)))
                 if first.labels:
@@ -211,7 +211,7 @@ class Reference:
             execution_device(self._model)
         )
 
-    def know(
+    def set_dense(
         self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor, margin: Tensor
     ) -> None:
         """Take dense attention's predictions from a pass that was made anyway.

@@ -20,13 +20,13 @@ from profiling.quality.answers import decoded, ends, new_tokens, text_of
 from profiling.quality.contexts import Prefilled, prefilled, spread_positions
 from profiling.quality.forced import (
     answer_ids,
-    asks,
     forced,
+    has_answer,
     scored_answers,
     text_logits,
     token_losses,
 )
-from profiling.quality.forced_decode import begin, forced_losses
+from profiling.quality.forced_decode import forced_losses, prefill_texts
 from profiling.quality.method import Method
 from profiling.quality.sequences import log_probabilities
 from runtime.devices import execution_device
@@ -101,7 +101,7 @@ def _answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> d
             "token_accuracy": fmean(answer.token_accuracy for answer in inside),
             "nll": fmean(answer.mean for answer in inside),
         }
-    if asks(prompt):
+    if has_answer(prompt):
         right = answer_ids(tokenizer, prompt)
     else:
         right = ()
@@ -127,8 +127,8 @@ def _text_losses(
     """
     last = min(FORCED, len(prompt.input_ids) // 2)
     if method.evicts:
-        begun = begin(model, lambda: method.cache(model), [prompt], last)
-        losses = forced_losses(model, begun, last)
+        texts = prefill_texts(model, lambda: method.cache(model), [prompt], last)
+        losses = forced_losses(model, texts, last)
         return {"blocks": None, "forced": float(losses.mean())}, None
     logits = text_logits(model, prompt.input_ids)
     losses = token_losses(

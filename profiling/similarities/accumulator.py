@@ -18,7 +18,7 @@ from torch import Tensor
 
 from profiling.inside.decode_capture import StepInputs
 from profiling.inside.residual import ResidualStream
-from profiling.prompts.prompt import Find
+from profiling.prompts.prompt import Evidence
 from profiling.similarities.config import TAIL
 from profiling.similarities.mass import attention_output, span_coverage, top_key_mass
 
@@ -54,7 +54,12 @@ class Accumulator:
     """
 
     def __init__(
-        self, *, length: int, top_k: int, evidence: Sequence[Find | None], stream: ResidualStream
+        self,
+        *,
+        length: int,
+        top_k: int,
+        evidence: Sequence[Evidence | None],
+        stream: ResidualStream,
     ) -> None:
         self.layers: list[int] = []
         self.sliding: list[int] = []

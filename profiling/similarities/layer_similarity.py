@@ -23,7 +23,7 @@ from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, announce, phase
 from profiling.prompts.prompt import (
-    Find,
+    Evidence,
     Prompt,
     Task,
     digest,
@@ -154,7 +154,7 @@ def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Promp
 def depends_on(config: SimilarityConfig, prompt: Prompt) -> dict[str, Any]:
     """Collect all that a prompt's figures depend on besides the model."""
     names = ("length", "steps", "top_k", "greedy", "dtype", "device")
-    own = {"prompt": digest([prompt]), "finds": [asdict(find) for find in prompt.finds]}
+    own = {"prompt": digest([prompt]), "evidence": [asdict(part) for part in prompt.evidence]}
     return {"format": FORMAT, **{name: getattr(config, name) for name in names}, **own}
 
 
@@ -252,13 +252,13 @@ def continuation(config: SimilarityConfig, tokenizer: Any, prompt: Prompt) -> li
     return expected + list(prompt.input_ids[config.length :])
 
 
-def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Find | None]]:
+def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Evidence | None]]:
     """Yield the tokens of the expected answer, each with its evidence span in the prompt."""
-    if not prompt.finds:
+    if not prompt.evidence:
         yield from ((token, None) for token in encode(prompt.answer or ""))
-    for find in prompt.finds:
-        yield from ((token, None) for token in encode(find.lead))
-        yield from ((token, find) for token in encode(find.expected))
+    for part in prompt.evidence:
+        yield from ((token, None) for token in encode(part.lead))
+        yield from ((token, part) for token in encode(part.expected))
 
 
 def _arrays(

@@ -131,7 +131,7 @@ def _score(
             keep=reference.positions(number),
             backend=run.backend,
         )
-        reference.know(number, passed.log_probs, passed.nll, passed.likeliest, passed.margin)
+        reference.set_dense(number, passed.log_probs, passed.nll, passed.likeliest, passed.margin)
         fault = passed.fault or "a layer's gradients are missing"
         left = {layer for layer in layers if (number, layer) not in values}
 

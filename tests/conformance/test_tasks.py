@@ -49,9 +49,9 @@ OF_FILES = [name for name, kind in KINDS.items() if kind.takes_file != "no"]
 
 
 def assert_evidence_is_in_its_span(prompt: Prompt, tokenizer: Any) -> None:
-    for find in prompt.finds:
-        assert find.span[1] - find.span[0] < 200
-        assert find.expected.strip() in tokenizer.decode(prompt.input_ids[slice(*find.span)])
+    for part in prompt.evidence:
+        assert part.span[1] - part.span[0] < 200
+        assert part.expected.strip() in tokenizer.decode(prompt.input_ids[slice(*part.span)])
 
 
 EVERY = (*GENERATED, *MORE, *OF_STORY)
@@ -115,7 +115,7 @@ def test_answers_follow_from_the_text_of_the_prompt(tokenizer, story, task):
         answers = solve(tokenizer.decode(prompt.input_ids))
         assert sorted(answers) == sorted(prompt.references or [prompt.answer])
         assert len(set(answers)) == len(answers)
-        assert len(prompt.finds) == NEEDLES.get(task, len(prompt.finds))
+        assert len(prompt.evidence) == NEEDLES.get(task, len(prompt.evidence))
         assert score(prompt, ", ".join(answers)) == 1
         if prompt.metric == "all":
             assert score(prompt, answers[0]) == pytest.approx(1 / len(answers))
@@ -146,7 +146,7 @@ def test_evidence_of_every_task_is_anywhere():
     tokenizer = byte_level()
     for task in map(lambda name: FEWER.get(name, name), SOLVERS):
         prompts = make_prompts(task, tokenizer, length=2600, samples=8, seed=3)
-        depths = [find.span[0] / 2600 for prompt in prompts for find in prompt.finds]
+        depths = [part.span[0] / 2600 for prompt in prompts for part in prompt.evidence]
         assert not depths or min(depths) < 0.4 < 0.6 < max(depths), task
 
 

@@ -11,7 +11,7 @@ import torch
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
 from headwise.__main__ import main
 from profiling.evaluation.speed import at_random
-from profiling.quality.forced_decode import begin, forced_losses
+from profiling.quality.forced_decode import forced_losses, prefill_texts
 from runtime.fingerprint import fingerprint
 from tests.profiling.conftest import text_losses
 from tests.typed import make_prompts
@@ -70,12 +70,16 @@ def test_forced_losses_equal_those_of_one_prefill(loaded, text):
     from transformers import DynamicCache
 
     prompts = make_prompts(f"text:{text}", loaded.tokenizer, length=200, samples=9, seed=0)
-    begun = list(begin(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30))
-    assert [len(some.ids) for some in begun] == [8, 1] and begun[0].cache.get_seq_length() == 170
-    losses = forced_losses(loaded.model, begun, 30)
+    prefilled = list(
+        prefill_texts(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30)
+    )
+    assert [len(some.ids) for some in prefilled] == [8, 1] and prefilled[
+        0
+    ].cache.get_seq_length() == 170
+    losses = forced_losses(loaded.model, prefilled, 30)
     expected = torch.stack([text_losses(loaded.model, each.input_ids)[-30:] for each in prompts])
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
-    assert begun[0].cache.get_seq_length() == 199
+    assert prefilled[0].cache.get_seq_length() == 199
 
 
 def test_decode_measures_what_the_artifacts_section_loses(artifact_file, compared, text, capsys):

@@ -38,7 +38,7 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     """Arrays from eager attention weights by the definitions, in fp64."""
     prompt = make_prompts(task, loaded.tokenizer, length=LENGTH, samples=1, seed=seed)[0]
     continuation, blocks = [], []
-    for find in prompt.finds:
+    for find in prompt.evidence:
         for text, span in ((find.lead, None), (find.expected, find.span)):
             ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
             continuation += ids

@@ -40,7 +40,7 @@ def test_tasks_command_shows_a_prompt_with_answers_and_spans(folder, loaded, cap
     if task == "niah_multivalue":
         for line in (f"answer: {prompt.answer}", f"references: {' | '.join(prompt.references)}"):
             assert f"\n{line}\n" in whole
-        start, stop = prompt.finds[0].span
+        start, stop = prompt.evidence[0].span
         first = rf"depth 0\.\d\d: One of .* is {prompt.references[0]}\."
         assert re.search(rf"found at: {start} to {stop}, {first}", whole)
         assert main(["tasks", *words, "--ends", "--samples", "2"]) == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from profiling.prompts.kind import Find, Prompt, Request, Span, task
+from profiling.prompts.kind import Evidence, Prompt, Request, Span, task
 from profiling.prompts.tasks.retrieval import Hay
 from profiling.prompts.tokens import Ids
 from profiling.prompts.words import names
@@ -64,9 +64,12 @@ def _prompt(request: Request, hay: Hay, rng: random.Random, cell: Span | None) -
         items += [text[start:end], hidden[fact]]
     ids, spans = request.assemble(head, [*items, text[depths[-1] :]], question_ids)
     places = dict(zip(order, spans[1::2], strict=True))
-    finds = Find(f" {b}", places[0]), Find(f" {c}", places[1], lead=f". {b}'s {other} is")
+    evidence = (
+        Evidence(f" {b}", places[0]),
+        Evidence(f" {c}", places[1], lead=f". {b}'s {other} is"),
+    )
     text_spans = request.text_spans(spans, places.values())
-    return Prompt.to_find(ids, *finds, text_spans=text_spans, cell=cell)
+    return Prompt.answered_by(ids, *evidence, text_spans=text_spans, cell=cell)
 
 
 def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, str, str]]]:

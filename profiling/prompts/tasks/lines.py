@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from itertools import islice
 
-from profiling.prompts.kind import QUESTION_FIRST, Find, Prompt, Request, Span, task
+from profiling.prompts.kind import QUESTION_FIRST, Evidence, Prompt, Request, Span, task
 from profiling.prompts.tokens import Ids
 from profiling.prompts.words import five_digits, words
 
@@ -56,7 +56,7 @@ def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]
             return [_line(_VALUE, next(word), five_digits(rng))]
 
         ids, spans = _listed(request, needed, more, question, rng, head=head)
-        return Prompt.to_find(ids, Find(f" {number}", spans[0]))
+        return Prompt.answered_by(ids, Evidence(f" {number}", spans[0]))
 
     return request.prompts(make_prompt)
 
@@ -89,9 +89,9 @@ def two_stage_retrieval(request: Request) -> list[Prompt]:
             question,
             rng,
         )
-        first = Find(f" {box}", spans[0])
-        return Prompt.to_find(
-            ids, first, Find(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}")
+        first = Evidence(f" {box}", spans[0])
+        return Prompt.answered_by(
+            ids, first, Evidence(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}")
         )
 
     return request.prompts(make_prompt)

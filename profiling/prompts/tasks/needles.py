@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from profiling.prompts import haystacks
-from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Prompt, Request, Span, task
+from profiling.prompts.kind import DEPTH, RULER, SHARE, Evidence, Prompt, Request, Span, task
 from profiling.prompts.words import words
 
 _HEAD = (
@@ -133,14 +133,14 @@ def _prompt(
         depths = [depth] * len(pairs)
     items, places = haystacks.hide(hidden, depths, text(room, rng))
     ids, spans = request.assemble(head, items, question)
-    finds = [
-        Find(f" {pairs[at][1]}", spans[places[at]], lead="," if which else "")
+    evidence = [
+        Evidence(f" {pairs[at][1]}", spans[places[at]], lead="," if which else "")
         for which, at in enumerate(right)
     ]
     answers = tuple(pairs[at][1] for at in right)
-    return Prompt.to_find(
+    return Prompt.answered_by(
         ids,
-        *finds,
+        *evidence,
         references=answers,
         new_tokens=_NEW_TOKENS,
         text_spans=request.text_spans(spans, [spans[at] for at in places]),

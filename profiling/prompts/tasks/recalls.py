@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 
-from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Prompt, Request, task
+from profiling.prompts.kind import BEGINS, QUESTIONS, Evidence, Prompt, Request, task
 from profiling.prompts.tokens import Ids
 from profiling.prompts.words import compounds, words
 
@@ -215,8 +215,8 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     for thing in rng.sample(targets, count):
         ids, spans = request.assemble(head, parts, encode(form.turn.format(name=thing.name)))
         line = lines[thing]
-        find = Find(thing.value, (spans[line][0], spans[line + 2][1]))
-        prompts.append(Prompt.to_find(ids, find, turn=size))
+        fact = Evidence(thing.value, (spans[line][0], spans[line + 2][1]))
+        prompts.append(Prompt.answered_by(ids, fact, turn=size))
     labels = tuple(label for _, label in ranges)
     return [replace(prompts[0], scored=scored_spans, labels=labels), *prompts[1:]]
 

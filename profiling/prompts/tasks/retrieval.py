@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterable
 from itertools import islice
 
-from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Prompt, Request, Span, task
+from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Evidence, Prompt, Request, Span, task
 from profiling.prompts.tasks.texts import cells, read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids, enough, flat
 from profiling.prompts.words import sentences
@@ -75,9 +75,9 @@ def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
         else:
             at = round(depth * room)
         ids, spans = request.assemble(head, [text[:at], needle, text[at:]], question)
-        return Prompt.to_find(
+        return Prompt.answered_by(
             ids,
-            Find(f" {key}", spans[1]),
+            Evidence(f" {key}", spans[1]),
             text_spans=request.text_spans(spans, [spans[1]]),
             cell=cell,
         )
@@ -106,7 +106,7 @@ def _key_values(request: Request, rng: random.Random, first: bool) -> Prompt:
         ids, spans = request.assemble(head, items, question)
         start, stop = spans[at]
         if stop - start == len(items[at]):
-            return Prompt.to_find(ids, Find(value, spans[at]))
+            return Prompt.answered_by(ids, Evidence(value, spans[at]))
     mean = sum(map(len, items)) // len(items)
     needed = len(encode.prefix) + len(head) + len(question) + mean
     raise request.too_small(f"one pair and its question take {needed}")

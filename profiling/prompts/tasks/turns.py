@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Prompt, Request, task
+from profiling.prompts.kind import BEGINS, QUESTIONS, Evidence, Prompt, Request, task
 from profiling.prompts.tokens import Ids, enough
 from profiling.prompts.words import five_digits, words
 
@@ -85,6 +85,6 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
     for at in selected:
         after = (*tail, *questions[at])
         ids, spans = request.assemble(head, [cut, *(whole[line] for line in order)], after)
-        find = Find(items[at].answer, spans[1 + order.index(at)])
-        made.append(Prompt.to_find(ids, find, turn=size))
+        fact = Evidence(items[at].answer, spans[1 + order.index(at)])
+        made.append(Prompt.answered_by(ids, fact, turn=size))
     return made

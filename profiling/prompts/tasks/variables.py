@@ -10,7 +10,7 @@ import random
 import string
 
 from profiling.prompts import haystacks
-from profiling.prompts.kind import RULER, SHARE, Find, Parameter, Prompt, Request, task
+from profiling.prompts.kind import RULER, SHARE, Evidence, Parameter, Prompt, Request, task
 from profiling.prompts.tokens import Encoder, Ids, flat
 
 _HEAD = (
@@ -60,11 +60,11 @@ def variable_tracking(request: Request, *, chains: int = 1, hops: int = 4) -> li
         items, at_items = haystacks.hide(ids_hidden, depths, noise(room, rng))
         ids, spans = request.assemble(head, items, question)
         places = [spans[at_items[hidden.index(line)]] for line in _lines(value, names)]
-        finds = [
-            Find(f" {name}", span, lead="," if at else "")
+        evidence = [
+            Evidence(f" {name}", span, lead="," if at else "")
             for at, (name, span) in enumerate(zip(names, places, strict=True))
         ]
-        return Prompt.to_find(ids, *finds, references=tuple(names), new_tokens=_NEW_TOKENS)
+        return Prompt.answered_by(ids, *evidence, references=tuple(names), new_tokens=_NEW_TOKENS)
 
     return request.prompts(make_prompt)
 

@@ -35,7 +35,7 @@ def test_turn_tasks_share_a_context_without_the_questions(tokenizer, task, share
     assert [contexts.count(context) for context in dict.fromkeys(contexts)] == shared
     assert len({prompt.input_ids for prompt in prompts}) == len(prompts)
     for prompt in prompts:
-        start, stop = prompt.finds[0].span
+        start, stop = prompt.evidence[0].span
         line = tokenizer.decode(prompt.context[start:stop])
         turn = tokenizer.decode(prompt.input_ids[-prompt.turn :])
         question = re.search(r"of ([\w-]+) is$", turn)
@@ -59,7 +59,7 @@ def test_question_first_asks_before_the_text_only(tokenizer, task):
     usual, turned = (made(name, tokenizer) for name in (task, f"{task}@question_first=1"))
     for last, first in zip(usual, turned, strict=True):
         assert task == "kv_retrieval" or first.answer == last.answer
-        start, stop = first.finds[0].span
+        start, stop = first.evidence[0].span
         text = tokenizer.decode(first.input_ids)
         line = tokenizer.decode(first.input_ids[start:stop])
         assert str(first.answer) in line

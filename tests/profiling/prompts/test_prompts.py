@@ -11,7 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts.metrics import is_final, score
-from profiling.prompts.prompt import Find, Prompt, digest, parse_task
+from profiling.prompts.prompt import Evidence, Prompt, digest, parse_task
 from profiling.prompts.tokens import Encoder
 from tests.profiling.prompts.files import LONG, count_overlaps, file_task
 from tests.profiling.tokenizers import MAKERS, byte_level
@@ -39,7 +39,7 @@ def test_depth_moves_the_needle_alone(task):
     texts = set()
     for depth in (0, 0.25, 0.5, 1):
         (prompt,) = make_prompts(f"{task}@depth={depth}", tokenizer, length=3000, samples=1, seed=4)
-        start, end = prompt.finds[0].span
+        start, end = prompt.evidence[0].span
         starts.append(start)
         texts.add((prompt.answer, len(prompt.input_ids[:start] + prompt.input_ids[end:])))
     room = starts[-1] - starts[0]
@@ -176,7 +176,7 @@ def test_make_prompts_of_a_wrong_file_names_the_fault(tmp_path, kind, content, s
         {"answer": ""},
         {"answer": " "},
         {"answer": "a", "references": ("a", "")},
-        {"answer": "a", "finds": (Find("\n", (0, 1)), Find(" a", (0, 1)))},
+        {"answer": "a", "evidence": (Evidence("\n", (0, 1)), Evidence(" a", (0, 1)))},
     ],
 )
 def test_prompt_with_a_blank_answer_is_refused(fields):
@@ -204,8 +204,8 @@ def test_score_of_a_number_needs_the_whole_number(metric, references, text, valu
 
 
 def test_score_of_two_finds_needs_whole_numbers():
-    finds = (Find(" box 12", (0, 1)), Find(" 34", (0, 1), lead=", then"))
-    prompt = Prompt.to_find((1, 2), *finds)
+    evidence = (Evidence(" box 12", (0, 1)), Evidence(" 34", (0, 1), lead=", then"))
+    prompt = Prompt.answered_by((1, 2), *evidence)
     texts = {"box 12, then 34": 1, "box 123, then 34": 0, "box 12, then 134": 0, "box 12: 34!": 1}
     assert {text: score(prompt, text) for text in texts} == texts
 

@@ -6,7 +6,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts.metrics import score
-from profiling.prompts.prompt import Find, Prompt
+from profiling.prompts.prompt import Evidence, Prompt
 from profiling.quality.answers import is_right
 
 
@@ -23,8 +23,8 @@ from profiling.quality.answers import is_right
     ],
 )
 def test_is_right_needs_both_parts_in_order(text, right):
-    second = Find(" 123", (0, 1), lead=". The value of box-a is")
-    prompt = Prompt.to_find((1,), Find(" box-a", (0, 1)), second)
+    second = Evidence(" 123", (0, 1), lead=". The value of box-a is")
+    prompt = Prompt.answered_by((1,), Evidence(" box-a", (0, 1)), second)
     assert is_right(prompt, text) is right
 
 
@@ -54,8 +54,12 @@ def test_score_without_an_answer_is_refused():
 def test_is_right_uses_the_metric_of_the_task():
     assert is_right(prompt("all", "1", "2"), "It is 2 and 1")
     assert not is_right(prompt("all", "1", "2"), "1")
-    several = Prompt.to_find(
-        (1,), Find(" 1", (0, 1)), Find(" 2", (0, 1), lead=","), metric="all", references=("1", "2")
+    several = Prompt.answered_by(
+        (1,),
+        Evidence(" 1", (0, 1)),
+        Evidence(" 2", (0, 1), lead=","),
+        metric="all",
+        references=("1", "2"),
     )
     assert several.answer == "1, 2" and several.continuation == " 1, 2"
     assert score(several, "2, 1") == 1

@@ -162,7 +162,7 @@ def test_reference_reuses_the_logits_of_a_pass(model, one):
     own = dense[:-1].gather(1, targets[:, None])
     others = dense[:-1].scatter(1, targets[:, None], float("-inf"))
     margin = (own - others.max(-1, keepdim=True).values)[:, 0].float()
-    reused.know(0, dense[reused.positions(0)], nll, likeliest, margin)
+    reused.set_dense(0, dense[reused.positions(0)], nll, likeliest, margin)
     for name, value in vars(alone.losses(0, plans())).items():
         np.testing.assert_allclose(getattr(reused.losses(0, plans()), name), value, atol=5e-3)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import artifacts
 from profiling.evaluation.methods import Methods
-from profiling.prompts.prompt import Find, Prompt
+from profiling.prompts.prompt import Evidence, Prompt
 from profiling.quality.answers import answer, ends, new_tokens
-from profiling.quality.contexts import PIECE
+from profiling.quality.contexts import TURN_CHUNK
 from profiling.quality.forced import answer_ids, forced
 from profiling.quality.method import Method
 from profiling.quality.trials import BLOCK, POSITIONS, context_log_probs, trials
@@ -105,14 +105,14 @@ def test_prompt_refuses_a_turn_or_range_beyond_its_end(wrong):
 
 
 def asking(ids: tuple[int, ...], **more: Any) -> Prompt:
-    return Prompt.to_find(ids, Find("wxyz", (0, 1)), **more)
+    return Prompt.answered_by(ids, Evidence("wxyz", (0, 1)), **more)
 
 
 def prompts_of_one_context() -> list[Prompt]:
     """Three questions over one context, one over another, and one without a later turn."""
     rng = random.Random(0)
     one, other = (tuple(rng.choices(range(3, 90), k=40)) for _ in range(2))
-    turns = [tuple(rng.choices(range(3, 90), k=n)) for n in (5, PIECE + 3, 1)]
+    turns = [tuple(rng.choices(range(3, 90), k=n)) for n in (5, TURN_CHUNK + 3, 1)]
     question = [
         asking((*context, *turn), turn=len(turn)) for context in (one, other) for turn in turns
     ]
@@ -129,7 +129,7 @@ def test_trials_of_one_context_share_its_prefill(family):
 
     with model.register_forward_pre_hook(count, with_kwargs=True):
         run = list(trials(model, tokenizer, prompts, DENSE))
-    assert fed.count(40) == 2 and max(length for length in fed if length != 40) == PIECE
+    assert fed.count(40) == 2 and max(length for length in fed if length != 40) == TURN_CHUNK
     records = {each.number: each.record for each in run}
     for each in run:
         expected = context_log_probs(model, prompts[each.number].context)
