@@ -162,7 +162,10 @@ def _report(config: Config, seconds: dict[str, list[list[float]]], served: dict[
 def _result(
     record: dict[str, Any], seconds: dict[str, list[list[float]]], versions: dict[str, str]
 ) -> Result:
+    # By their names: a result file has no paths of a machine.
     row = record | {"model": Path(record["model"]).name}
+    if artifact := record["served"].get("artifact"):
+        row["served"] = record["served"] | {"artifact": Path(artifact).name}
     for at, token in enumerate(("first", "later")[: 1 + (record["tokens"] > 1)]):
         row[f"{token}_seconds"] = {way: [each[at] for each in own] for way, own in seconds.items()}
     sizes = " ".join(f"--{name} {record[name]}" for name in ("length", "cached", "tokens"))

@@ -209,9 +209,24 @@ def prefix_table(results: Results) -> str:
     """Seconds to the first of new tokens behind cached ones."""
     rows = []
     for row in results["qwen_0.5b_prefix_reuse"].part("row"):
-        dense, own = (statistics.median(row["seconds"][m]) for m in ("dense_kernel", HEADWISE))
-        cells = [f"{row['cached']:,}", f"{row['new']:,}", seconds(dense), seconds(own)]
-        low, high = row["bounds"]
-        rows.append([*cells, f"{times(row['speedup'])} ({low:.2f} to {high:.2f})"])
-    header = ["cached tokens", "new tokens", "Headwise's dense kernel, s", "artifact, s"]
-    return markdown([*header, "speedup"], rows)
+        took = row["seconds"]
+        rows.append(_prefix("transformers", row["cached"], row["new"], took, HEADWISE))
+    for row in results["qwen_0.5b_prefix_reuse_vllm"].part("row"):
+        took = row["first_seconds"]
+        rows.append(_prefix("vLLM", row["cached"], row["length"], took, "artifact"))
+    header = ["engine", "cached tokens", "new tokens", "the engine's own attention, s"]
+    header += ["Headwise's dense kernel, s", "artifact, s", "speedup vs. the dense kernel"]
+    return markdown(header, rows)
+
+
+def _prefix(
+    engine: str, cached: int, new: int, took: dict[str, list[float]], own: str
+) -> list[str]:
+    medians = [
+        seconds(statistics.median(took[method])) if method in took else ""
+        for method in ("dense", "dense_kernel", own)
+    ]
+    ratio = statistics.median(
+        dense / fast for dense, fast in zip(took["dense_kernel"], took[own], strict=True)
+    )
+    return [engine, f"{cached:,}", f"{new:,}", *medians, times(ratio)]
