@@ -18,7 +18,7 @@ import torch
 
 from profiling.evaluation.intervals import share_of
 from profiling.models.loading import LoadedModel
-from profiling.prompts.tasks.texts import read_ids
+from profiling.prompts.text_files import read_ids
 from profiling.prompts.tokens import Encoder
 from profiling.quality.forced import token_losses
 from profiling.quality.method import Method

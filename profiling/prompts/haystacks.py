@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from artifacts import HeadwiseError
 from profiling.prompts.kind import Request, Span
-from profiling.prompts.tasks.texts import cells, read_text
+from profiling.prompts.text_files import cells, read_text
 from profiling.prompts.tokens import Encoder, Ids, enough, flat
 from profiling.prompts.words import sentences
 

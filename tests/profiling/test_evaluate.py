@@ -20,7 +20,7 @@ from profiling.evaluation.report import Report
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, Task
-from profiling.prompts.tasks.texts import read_ids
+from profiling.prompts.text_files import read_ids
 from profiling.prompts.tokens import Encoder
 from tests.profiling.conftest import LENGTH
 

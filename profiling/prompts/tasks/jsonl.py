@@ -9,7 +9,7 @@ from typing import Any
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from profiling.prompts.kind import Prompt, Request, task
-from profiling.prompts.tasks.texts import read_text
+from profiling.prompts.text_files import read_text
 
 _FIELDS = ("prompt", "text", "input")
 # JSON can encode a lone surrogate, which is not valid text and makes tokenizers fail.

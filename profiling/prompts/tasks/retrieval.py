@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Evidence, Prompt, Request, Span, task
-from profiling.prompts.tasks.texts import cells, read_ids, read_text
+from profiling.prompts.text_files import cells, read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids, enough, flat
 from profiling.prompts.words import sentences
 
