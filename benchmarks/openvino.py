@@ -207,16 +207,17 @@ def _artifacts(
         about[name] = {
             "name": paths[name].name,
             "content_sha256": loaded.artifact.content_sha256,
-            "lost_high": _proven(loaded.artifact),
+            "lost_high": _proven(loaded.artifact, options.length),
             "heads": _heads(loaded.artifact),
         }
     return served, about, [load_pair(path)[1] for path in dict.fromkeys(paths.values())]
 
 
-def _proven(artifact: Artifact) -> float | None:
-    """The bound of the loss of answers that the artifact's search has proven; None without one."""
+def _proven(artifact: Artifact, length: int) -> float | None:
+    """The bound of the loss of answers that a search at that length has proven; None without one."""
     verdict = artifact.evidence.verdict
-    if verdict is None or not verdict.proven:
+    searched = artifact.search and artifact.search.calibration.length
+    if verdict is None or not verdict.proven or searched != length:
         return None
     return verdict.lost_high
 
