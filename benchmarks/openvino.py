@@ -214,7 +214,7 @@ def _artifacts(
 
 
 def _proven(artifact: Artifact, length: int) -> float | None:
-    """The bound of the loss of answers that a search at that length has proven; None without one."""
+    """The bound of the lost answers that a search at that length has proven; None without one."""
     verdict = artifact.evidence.verdict
     searched = artifact.search and artifact.search.calibration.length
     if verdict is None or not verdict.proven or searched != length:
