@@ -144,7 +144,7 @@ class Record:
         write(self._path, self.result())
 
     def _settings(self) -> dict[str, Any]:
-        """What all measurements of a file have in common, apart from the versions."""
+        """Settings that all measurements of a file share, apart from the versions."""
         common = {name: self._header[name] for name in ("model", "tokens")}
         return {**common, **self._header["settings"]}
 

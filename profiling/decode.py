@@ -176,7 +176,7 @@ def compared(config: Config) -> Report:
             methods,
             quality,
             measured,
-            Times(decode=tuple(rows)),
+            Times(decode=rows),
             artifact=artifact,
             loaded=loaded,
             command=config.command,

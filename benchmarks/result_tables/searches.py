@@ -1,4 +1,4 @@
-"""What searches proved, spent and took, and the errors of their gate."""
+"""Searches: proven losses, budgets, minutes, and the errors of their gate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QWEN = (
 
 @table("proofs")
 def proofs_table(results: Results) -> str:
-    """What the searches by the limits proved."""
+    """Losses that the searches by the limits proved."""
     file = results["searches_by_limits"]
     rows = []
     for row in file.part("row"):
@@ -196,7 +196,7 @@ def times_table(results: Results) -> str:
 
 @table("gate errors")
 def gate_table(results: Results) -> str:
-    """How often a simulated search proves a loss at its limit, and a small one."""
+    """Frequencies at which a simulated search proves a loss at its limit, and a small one."""
     file = results["gate_errors"].part("row")
     correlations = sorted({row["correlation"] for row in file})
     rows = []

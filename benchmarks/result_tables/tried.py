@@ -1,4 +1,4 @@
-"""What was tried without gain."""
+"""Changes that were tried without gain."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PolicyOf = Callable[[float, int], Policy]
 
 @dataclass(frozen=True, kw_only=True)
 class Cached:
-    """What a cache changes of the method that prefills.
+    """Changes by a cache to the method that prefills.
 
     Attributes:
         sections: fields of the artifact.

@@ -182,10 +182,10 @@ def method_names(artifact: Artifact | None, other_artifacts: Iterable[str] = ())
 def check_name(name: str, known: Iterable[str]) -> None:
     """Raise HeadwiseError for a name that is not one of `known`, or whose fields cannot be."""
     names = tuple(known)
-    plain = name.partition(":")[0] if parts_of(name) else name
+    parts = parts_of(name)
+    plain = name.partition(":")[0] if parts else name
     if name not in names and plain not in names:
         hint = ""
-        parts = parts_of(name)
         if parts and parts.spec and parts.spec.decides_prefill:
             hint = " (that cache decides how prompts are attended to, whatever the patterns)"
         raise HeadwiseError(f"unknown method {shorten(name)}{hint}; known here: {', '.join(names)}")

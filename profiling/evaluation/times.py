@@ -86,10 +86,10 @@ class MemoryRow:
 class Times:
     """All measured times of an evaluation."""
 
-    prefill: tuple[TimeRow, ...] = ()
-    attention: tuple[AttentionRow, ...] = ()
-    decode: tuple[TimeRow, ...] = ()
-    memory: tuple[MemoryRow, ...] = ()
+    prefill: list[TimeRow] = field(default_factory=list)
+    attention: list[AttentionRow] = field(default_factory=list)
+    decode: list[TimeRow] = field(default_factory=list)
+    memory: list[MemoryRow] = field(default_factory=list)
 
 
 def row_of(rows: Iterable[_Row], method: str, length: int) -> _Row | None:
@@ -141,7 +141,7 @@ def measure(
     repeats = config.repeats
     rounds = f"{repeats}/{config.steps}"
     longest = max(config.lengths)
-    result = _Lists()
+    result = Times()
     total = (2 + config.decode) * len(config.lengths) + config.memory
     with phase("speed", total, "measurements") as shown:
         for length in config.lengths:
@@ -152,9 +152,9 @@ def measure(
                 length,
                 partial(prefill_times, loaded, length=length, repeats=repeats),
             )
-            result.prefill += time_rows(prefills, length)
+            result.prefill.extend(time_rows(prefills, length))
             shown.update()
-            result.attention += stored.attention(loaded, made, length)
+            result.attention.extend(stored.attention(loaded, made, length))
             shown.update()
             if config.decode:
                 steps = stored.timed(
@@ -170,7 +170,7 @@ def measure(
                         repeats=repeats,
                     ),
                 )
-                result.decode += time_rows(steps, length)
+                result.decode.extend(time_rows(steps, length))
                 shown.update()
             if config.memory and length == longest:
                 for method in made:
@@ -178,20 +178,7 @@ def measure(
                     held = stored.once(stored.unit("memory", length, method), peak)
                     result.memory.append(MemoryRow(method=method.name, length=length, bytes=held))
                 shown.update()
-    return Times(
-        prefill=tuple(result.prefill),
-        attention=tuple(result.attention),
-        decode=tuple(result.decode),
-        memory=tuple(result.memory),
-    )
-
-
-@dataclass
-class _Lists:
-    prefill: list[TimeRow] = field(default_factory=list)
-    attention: list[AttentionRow] = field(default_factory=list)
-    decode: list[TimeRow] = field(default_factory=list)
-    memory: list[MemoryRow] = field(default_factory=list)
+    return result
 
 
 @dataclass(frozen=True)
