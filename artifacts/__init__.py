@@ -22,7 +22,6 @@ from artifacts.schema.patterns import (
     pattern_name,
 )
 from artifacts.schema.search import Calibration, SearchCost, SearchInfo, Summary
-from artifacts.store.front_rows import at_point, front_arrays, front_rows
 from artifacts.store.read import load, load_arrays, load_pair
 from artifacts.store.windows import seen_windows, window_arrays
 from artifacts.store.write import save, update
@@ -61,9 +60,6 @@ __all__ = [
     "TaskFigures",
     "Verdict",
     "VerticalSlash",
-    "at_point",
-    "front_arrays",
-    "front_rows",
     "grown",
     "load",
     "load_arrays",

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from functools import cache
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import artifacts
 from artifacts.errors import HeadwiseError, one_line
-from artifacts.store.read import read_pair
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,16 +44,16 @@ def load(
         HeadwiseError: `point` cannot be parsed, no point meets it (the line has the ranges), or
             there is no front; `verify` is no public key.
     """
-    pair = read_pair(Path(path), verify=verify)
-    artifact = pair.artifact
+    artifact = artifacts.load(path, verify=verify)
     verdict = artifact.evidence.verdict
     sparse = any(pattern.kind != "dense" for pattern in artifact.patterns.values())
     if sparse and (verdict is None or not verdict.proven):
         _warn_once(f"{one_line(str(path))} is {artifact.evidence.proof}")
-    try:
-        artifact = artifacts.at_point(artifact, pair.arrays, point)
-    except HeadwiseError as error:
-        raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
+    if point is not None:
+        try:
+            artifact = artifact.at_point(point)
+        except HeadwiseError as error:
+            raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
     return LoadedArtifact(artifact)
 
 

@@ -39,7 +39,7 @@ def render(
     """
     parts = [
         _head(artifact, file, sidecar, width),
-        search.front(artifact, arrays),
+        search.front(artifact),
         _winners(artifact),
         _map(artifact, arrays),
         _evidence(artifact.evidence, width),

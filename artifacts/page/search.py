@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from artifacts.errors import number, plural
 from artifacts.page.layout import aligned
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.evidence import percent
 from artifacts.schema.search import SearchInfo
-from artifacts.store.front_rows import served_point
-
-if TYPE_CHECKING:
-    from artifacts.store.sidecar import Array
 
 Row = tuple[str, str]
 
@@ -72,15 +67,14 @@ def lengths(artifact: Artifact) -> Iterator[Row]:
         yield "", f"sizes grow in proportion on prompts of more than {prefill.length:,} tokens"
 
 
-def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
+def front(artifact: Artifact) -> list[str]:
     """Points of the front, the cheapest first, with a mark at the served point."""
     section = artifact.prefill.front
     if section is None:
         return []
     unit = {"seconds": " s", "flops": " FLOPs"}[section.unit]
-    served = served_point(artifact, arrays)
     rows = [["", "attention", "speedup", "kl", "recall", "density", "at most lost"]]
-    for i, point in enumerate(section.points):
+    for point in section.points:
         figures = [
             f"{point.speedup:.2f}x",
             f"{point.kl:.4g}",
@@ -91,7 +85,7 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
             lost = "-"
         else:
             lost = percent(point.lost)
-        if i == served:
+        if point.layers is None:
             mark = "*"
         else:
             mark = ""

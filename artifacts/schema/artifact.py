@@ -6,13 +6,13 @@ The declaration of each field describes it; docs/schema.md is generated from the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from artifacts.errors import shorten
+from artifacts.errors import HeadwiseError, shorten
 from artifacts.schema.decode import Decode, OmniKV
 from artifacts.schema.evidence import Evidence
 from artifacts.schema.fields import (
@@ -90,25 +90,43 @@ class Prefill(Record):
     )
 
     def validate_for(self, model: ModelInfo, patterns: Collection[str]) -> None:
-        """Raise ValueError if rows do not fit the model or name an unknown pattern."""
-        if len(self.layers) != model.num_layers:
+        """Raise ValueError if rows do not fit the model, name an unknown pattern, or omit one."""
+        used: set[str] = set()
+        for field, rows in self._rows():
+            if len(rows) != model.num_layers:
+                raise ValueError(
+                    f"{field} has {len(rows)} rows, the model has {model.num_layers} layers"
+                )
+            for layer, (row, default) in enumerate(zip(rows, self.layers, strict=True)):
+                if (row is None) != (default is None):
+                    raise ValueError(
+                        f"{field}[{layer}] must be null where prefill.layers[{layer}] is, and only "
+                        "there"
+                    )
+                if row is None:
+                    continue
+                if len(row) != model.num_heads:
+                    raise ValueError(
+                        f"{field}[{layer}] has {len(row)} names, the model has {model.num_heads} "
+                        "query heads"
+                    )
+                if unknown := next((name for name in row if name not in patterns), None):
+                    raise ValueError(
+                        f"{field}[{layer}][{row.index(unknown)}]: no pattern is called "
+                        f"{shorten(unknown)}, known: {', '.join(list(patterns)[:5]) or 'none'}"
+                    )
+                used.update(row)
+        if unused := next((name for name in patterns if name not in used), None):
             raise ValueError(
-                f"prefill.layers has {len(self.layers)} rows, the model has {model.num_layers} "
-                "layers"
+                f"patterns.{unused} is used by no head: remove it or use it in prefill.layers"
             )
-        for layer, row in enumerate(self.layers):
-            if row is None:
-                continue
-            if len(row) != model.num_heads:
-                raise ValueError(
-                    f"prefill.layers[{layer}] has {len(row)} names, the model has "
-                    f"{model.num_heads} query heads"
-                )
-            if unknown := next((name for name in row if name not in patterns), None):
-                raise ValueError(
-                    f"prefill.layers[{layer}][{row.index(unknown)}]: no pattern is called "
-                    f"{shorten(unknown)}, known: {', '.join(list(patterns)[:5]) or 'none'}"
-                )
+
+    def _rows(self) -> Iterator[tuple[str, Rows]]:
+        """Rows of the section and of the points of its front, with the names of their fields."""
+        yield "prefill.layers", self.layers
+        if self.front is not None:
+            for i, rows in self.front.rows:
+                yield f"prefill.front.points[{i}].layers", rows
 
 
 class Sidecar(Record):
@@ -162,13 +180,6 @@ class Artifact(Record):
                 "search must say how the patterns were found, or prefill.imported where they come "
                 "from"
             )
-        used = {name for row in self.prefill.layers for name in row or ()}
-        unused = next((name for name in self.patterns if name not in used), None)
-        # The patterns that the points of a front use are only in the sidecar.
-        if unused and self.prefill.front is None:
-            raise ValueError(
-                f"patterns.{unused} is used by no head: remove it or use it in prefill.layers"
-            )
         if self.prefill.front is not None:
             self._check_unit(self.prefill.front)
         if self.search is not None:
@@ -180,6 +191,30 @@ class Artifact(Record):
             if self.decode is not None:
                 _check_exclusive(self.decode.omnikv, self.kv_cache)
         return self
+
+    def at_point(self, point: str) -> Self:
+        """Return the artifact with the rows of a point of its front, and without the front.
+
+        All other fields are unchanged: `search`, `evidence` and the hashes still describe the file.
+
+        Args:
+            point: request for a point (see artifacts.schema.front.read_point).
+
+        Raises:
+            HeadwiseError: the artifact has no front, or as in Front.choose.
+        """
+        if self.prefill.front is None:
+            raise HeadwiseError(
+                f"point {shorten(point)}: the artifact has no front to choose from: load it "
+                "without, or search with one budget for the whole model"
+            )
+        chosen = self.prefill.front.choose(point)
+        served: dict[str, object] = {"front": None}
+        if chosen.layers is not None:
+            served["layers"] = chosen.layers
+        if chosen.dense_tail is not None:
+            served["dense_tail"] = chosen.dense_tail
+        return self.model_copy(update={"prefill": self.prefill.model_copy(update=served)})
 
     def _check_unit(self, front: Front) -> None:
         """Raise ValueError if the front and the search have different cost units."""

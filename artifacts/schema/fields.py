@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 
 # Upper limit of prompt lengths and sizes. Values in a file have to be small enough for arithmetic.
@@ -44,6 +47,18 @@ def matching(pattern: str, wanted: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def one_of(wanted: str) -> WrapValidator:
+    """Validator of a union; errors show `wanted` instead of a line for each of its types."""
+
+    def check(value: Any, accept: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return accept(value)
+        except ValidationError:
+            raise ValueError(f"must be {wanted}") from None
+
+    return WrapValidator(check)
+
+
 def _share(value: float) -> float:
     # Means of float32 fractions can exceed 1 by a rounding error.
     if not 0.0 <= value <= 1.0001:
@@ -62,8 +77,10 @@ Share = Annotated[float, AfterValidator(_share)]
 Coverage = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 AtLeast0 = Annotated[float, Field(ge=0.0)]
-# A whole number of tokens, or a fraction of them.
-Budget = Natural | Annotated[float, Field(ge=0.0, le=1.0)]
+Budget = Annotated[
+    Natural | Annotated[float, Field(ge=0.0, le=1.0)],
+    one_of("a whole number of tokens, or a fraction of them from 0.0 to 1.0"),
+]
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
 PatternName = Annotated[
     str,

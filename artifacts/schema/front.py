@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from math import isclose
 from typing import Annotated, Literal, Self
@@ -9,15 +10,15 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from artifacts.errors import HeadwiseError, shorten
-from artifacts.schema.fields import AtLeast0, Count, Items, Natural, Positive, Record, Share
+from artifacts.schema.fields import AtLeast0, Count, Items, Natural, Positive, Record, Rows, Share
 
-MAX_POINTS = 32
+MAX_POINTS = 3
 # Requests for a point of a front.
 POINT = "lost=X, speedup=X, kl=X or recall=X with a number X from 0 on"
 
 
 class Point(Record):
-    """Cost and loss of one setting of all heads; its rows are in the sidecar."""
+    """One setting of all heads, with its cost and loss."""
 
     cost: Positive = Field(
         description="predicted, of all layers' attention and index builds on one prompt"
@@ -41,6 +42,9 @@ class Point(Record):
             "times the predicted ratio of the losses; null: no answers were asked for"
         ),
     )
+    layers: Rows | None = Field(
+        description="as `prefill.layers`, null for the same layers; null: `prefill.layers` itself"
+    )
 
 
 class Front(Record):
@@ -60,8 +64,15 @@ class Front(Record):
         description="the prompts of `kl` and `recall`"
     )
     points: Annotated[Items[Point], Field(min_length=1, max_length=MAX_POINTS)] = Field(
-        description="ascending in cost and descending in kl: none is beaten in both; at most 32"
+        description="ascending in cost and descending in kl: none is beaten in both; at most 3"
     )
+
+    @property
+    def rows(self) -> Iterator[tuple[int, Rows]]:
+        """Number and rows of each point that has other rows than `prefill.layers`."""
+        for i, point in enumerate(self.points):
+            if point.layers is not None:
+                yield i, point.layers
 
     @model_validator(mode="after")
     def _sorted(self) -> Self:
@@ -81,10 +92,12 @@ class Front(Record):
                     f"points[{i}].speedup is {point.speedup:g}, dense_cost over cost is "
                     f"{expected:g}"
                 )
+        if len(self.points) - len(list(self.rows)) > 1:
+            raise ValueError("only one of the points can have the rows of prefill.layers (null)")
         return self
 
-    def choose(self, point: str) -> int:
-        """Return the number of the best point that meets a request (see read_point).
+    def choose(self, point: str) -> Point:
+        """Return the best point that meets a request (see read_point).
 
         Raises:
             HeadwiseError: `point` is not a POINT, or no point of the front meets it.
@@ -93,17 +106,16 @@ class Front(Record):
         if request is None:
             raise HeadwiseError(f"point must be {POINT}, got {shorten(point)}")
         name, limit = request
-        points = list(enumerate(self.points))
         match name:
             case "speedup":
                 # The most expensive point that is fast enough is the nearest to dense.
-                met = [i for i, each in reversed(points) if each.speedup >= limit]
+                met = [each for each in reversed(self.points) if each.speedup >= limit]
             case "lost":
-                met = [i for i, each in points if each.lost is not None and each.lost <= limit]
+                met = [each for each in self.points if each.lost is not None and each.lost <= limit]
             case "kl":
-                met = [i for i, each in points if each.kl <= limit]
+                met = [each for each in self.points if each.kl <= limit]
             case _:
-                met = [i for i, each in points if each.recall >= limit]
+                met = [each for each in self.points if each.recall >= limit]
         if not met:
             raise HeadwiseError(f"no point of the front meets {name}={limit:g}: {self.offers()}")
         return met[0]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, shorten
 from artifacts.schema.artifact import Artifact
-from artifacts.store.front_rows import FRONT_ROWS
 from artifacts.store.windows import SEEN_WINDOWS
 
 if TYPE_CHECKING:
@@ -26,47 +25,10 @@ def check_arrays(artifact: Artifact, arrays: Mapping[str, Array]) -> None:
     Raises:
         ArtifactError: an array is missing or invalid; the message is about the first one.
     """
-    if fault := _front_fault(artifact, arrays):
-        raise ArtifactError(f"prefill.front: {fault}")
     if fault := _windows_fault(artifact, arrays):
         raise ArtifactError(f"search.calibration.seen_windows: {fault}")
     if fault := _heads_fault(artifact, arrays) or _scores_fault(artifact, arrays):
         raise ArtifactError(fault)
-
-
-def _front_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
-    front = artifact.prefill.front
-    model = artifact.model
-    if front is None:
-        return None
-    if FRONT_ROWS not in arrays:
-        return f"the sidecar has no array {FRONT_ROWS}, which holds the points' rows"
-    shape = (len(front.points), model.num_layers, model.num_heads)
-    table = arrays[FRONT_ROWS]
-    if table.dtype != "int16" or table.shape != shape:
-        return (
-            f"{FRONT_ROWS} must be int16 of shape {shape}, got {table.dtype} of shape {table.shape}"
-        )
-    alone = [row is None for row in artifact.prefill.layers]
-    if ((table < 0) != [[[left] for left in alone]]).any():
-        return (
-            f"{FRONT_ROWS} must leave alone (-1) the layers that "
-            f"prefill.layers leaves alone, and no others"
-        )
-    if table.max(initial=-1) >= len(artifact.patterns):
-        return (
-            f"{FRONT_ROWS} names pattern {table.max()}, there are "
-            f"{len(artifact.patterns)} from 0 on"
-        )
-    used = {name for row in artifact.prefill.layers for name in row or ()}
-    names = sorted(artifact.patterns)
-    used |= {names[number] for number in set(table.ravel().tolist()) if number >= 0}
-    if unused := next((name for name in names if name not in used), None):
-        return (
-            f"patterns.{shorten(unused)} is used by no head, of "
-            f"prefill.layers or of a point: remove it"
-        )
-    return None
 
 
 def _heads_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:

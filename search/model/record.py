@@ -16,19 +16,18 @@ from artifacts import (
     Artifact,
     Calibration,
     Front,
+    Pattern,
+    Point,
     Prefill,
     SearchCost,
     SearchInfo,
     Summary,
-    front_arrays,
     pattern_name,
     window_arrays,
 )
-from artifacts import Point as FrontPoint
 from artifacts.analysis.sections import save_searched
 from profiling.prompts.prompt import digest
 from profiling.speed.layer_times import ANCHOR
-from search.model.allocation import Allocation
 from search.model.config import ModelSearch
 from search.model.evidence import evidence
 from search.model.frontier import frontier, loss_ratios
@@ -42,19 +41,13 @@ def build(config: ModelSearch, run: SearchRun) -> tuple[Artifact, dict[str, np.n
     """The artifact, still without evidence, and its sidecar's arrays."""
     allocation = run.allocation
     rows, patterns = allocation.rows(run.candidates)
-    points = _front(run)
-    point_rows = []
-    for _, other in points:
-        layers, named = other.rows(run.candidates)
-        patterns |= named
-        point_rows.append(layers)
-    arrays = front_arrays(patterns, point_rows)
+    points, others = _points(run)
     front = Front(
         length=run.length,
         unit=run.costs.unit,
         dense_cost=_dense_cost(run),
         measured_on="held_out",
-        points=tuple(point for point, _ in points),
+        points=points,
     )
     prefill = Prefill(
         dense_below=_dense_below(config, run),
@@ -66,10 +59,10 @@ def build(config: ModelSearch, run: SearchRun) -> tuple[Artifact, dict[str, np.n
     artifact = Artifact(
         model=run.model,
         search=_search_info(config, run),
-        patterns=patterns,
+        patterns=patterns | others,
         prefill=prefill,
     )
-    return artifact, arrays | _score_arrays(run)
+    return artifact, _score_arrays(run)
 
 
 def write(
@@ -153,24 +146,27 @@ def _dense_cost(run: SearchRun) -> float:
     return counted * run.longest.dense / run.longest.seconds[ANCHOR]
 
 
-def _front(run: SearchRun) -> list[tuple[FrontPoint, Allocation]]:
-    """The points that no other beats in both cost and KL, the cheapest first."""
+def _points(run: SearchRun) -> tuple[tuple[Point, ...], dict[str, Pattern]]:
+    """Points that no other beats in both cost and KL, the cheapest first, and their patterns."""
     dense_cost = _dense_cost(run)
-    points: list[tuple[FrontPoint, Allocation]] = []
+    points: list[Point] = []
+    patterns: dict[str, Pattern] = {}
     for allocation, losses in sorted(
         run.points, key=lambda point: (point[0].cost, mean_kl(point[1]))
     ):
         kl = mean_kl(losses)
-        if points:
-            cheaper = points[-1][0]
-            if kl >= cheaper.kl or allocation.cost <= cheaper.cost:
-                continue
+        if points and (kl >= points[-1].kl or allocation.cost <= points[-1].cost):
+            continue
         curves = run.heads.curves[allocation.tail]
         density = run.density(allocation.tail)
         lost = run.accepted.proof.verdict.lost_high
-        if lost is not None and allocation is not run.allocation:
-            lost *= loss_ratios(run, allocation.candidates)["answer"]
-        point = FrontPoint(
+        layers = None
+        if allocation is not run.allocation:
+            layers, named = allocation.rows(run.candidates)
+            patterns |= named
+            if lost is not None:
+                lost *= loss_ratios(run, allocation.candidates)["answer"]
+        point = Point(
             cost=allocation.cost,
             speedup=dense_cost / allocation.cost,
             kl=kl,
@@ -178,9 +174,10 @@ def _front(run: SearchRun) -> list[tuple[FrontPoint, Allocation]]:
             density=min(1.0, float(np.nanmean(allocation.pick(density)))),
             dense_tail=allocation.tail,
             lost=lost,
+            layers=layers,
         )
-        points.append((point, allocation))
-    return points
+        points.append(point)
+    return tuple(points), patterns
 
 
 def _search_info(config: ModelSearch, run: SearchRun) -> SearchInfo:

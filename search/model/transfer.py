@@ -10,7 +10,6 @@ import numpy as np
 
 from artifacts import Artifact, Evidence, HeadwiseError, save, update
 from artifacts.analysis.sections import check_measured, section_of
-from artifacts.store.front_rows import FRONT_ROWS
 from profiling.models.loading import LoadedModel
 from runtime.fingerprint import config_info, fingerprint
 from runtime.layers import attention_layers, full_layers, text_config
@@ -94,9 +93,7 @@ def write_for(
         "kv_cache": None,
     }
     own_arrays = {
-        name: np.asarray(array)
-        for name, array in arrays.items()
-        if section_of(name) == "prefill" and name != FRONT_ROWS
+        name: np.asarray(array) for name, array in arrays.items() if section_of(name) == "prefill"
     }
     _write(source, out, artifact, artifact.model_copy(update=changes), own_arrays)
     sections = {

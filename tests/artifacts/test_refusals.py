@@ -126,22 +126,8 @@ def test_load_with_a_sidecar_in_another_folder_is_refused(saved, name):
     assert "sidecar.file: " in line(saved)
 
 
-def at(table, *places):
-    """The array with another number at one place."""
-    *place, number = places
-    changed = table.copy()
-    changed[tuple(place)] = number
-    return changed
-
-
 # An array of the sidecar, its change (None removes it), and a part of the error.
 ARRAYS = [
-    ("front.rows", lambda a: None, "no array front.rows"),
-    ("front.rows", lambda a: a[:, 1:], "got int16 of shape (2, 4, 4)"),
-    ("front.rows", lambda a: a.astype("int64"), "int16 of shape (2, 5, 4), got int64"),
-    ("front.rows", lambda a: at(a, 0, 1, 0), "prefill.layers leaves alone"),
-    ("front.rows", lambda a: at(a, 1, 2, 0, -1), "prefill.layers leaves alone"),
-    ("front.rows", lambda a: at(a, 0, 2, 3, 8), "names pattern 8, there are 8"),
     ("calibration.seen_windows", lambda a: None, "says 2, "),
     ("chosen.recall", lambda a: np.full((5, 4), 0.5), "in layer 1: "),
     ("chosen.recall", lambda a: np.full((5, 4), np.nan), "in layer 0: "),

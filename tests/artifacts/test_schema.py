@@ -84,38 +84,44 @@ def test_grown_on_more_keys_scales_sizes_in_proportion():
     assert grown(VerticalSlash(vertical=1, slash=1 << 30), 1, 1 << 20).slash == LARGEST
 
 
-def test_front_rows_round_trip(every_kind, tmp_path):
+def test_rows_of_points_round_trip(every_kind, tmp_path):
     artifact, arrays = every_kind
     save(artifact, tmp_path / "cfg.yaml", arrays)
-    artifact, arrays = artifacts.load_pair(tmp_path / "cfg.yaml")
+    artifact = artifacts.load(tmp_path / "cfg.yaml")
     fast = (("a_64_512",) * 4, None, *[("bs_9",) * 4] * 3)
-    assert artifacts.front_rows(artifact, arrays, 0) == fast
-    assert artifacts.front_rows(artifact, arrays, 1) == artifact.prefill.layers
-    assert artifacts.at_point(artifact, arrays, "speedup=4").prefill.layers == fast
-    for rows, says in (
-        ([(("nine",),)], "the front names 'nine', which patterns does not hold"),
-        ([(("bs_9",),), (("bs_9",), ("bs_9",))], "the front's points have rows of unlike lengths"),
-    ):
-        with pytest.raises(ArtifactError, match=says):
-            artifacts.front_arrays(artifact.patterns, rows)
+    assert [point.layers for point in artifact.prefill.front.points] == [fast, None]
+    for point, rows in (("speedup=4", fast), ("kl=0.01", artifact.prefill.layers)):
+        chosen = artifact.at_point(point).prefill
+        assert chosen.layers == rows and chosen.front is None
+
+
+def test_front_has_at_most_three_points(every_kind):
+    fields = every_kind[0].model_dump(mode="json")
+    first, last = fields["prefill"]["front"]["points"]
+    between = [first | {"cost": cost, "speedup": 2 / cost, "kl": 0.1 / cost} for cost in (0.6, 0.8)]
+    fields["prefill"]["front"]["points"] = [first, between[0], last]
+    assert len(to_artifact(fields).prefill.front.points) == 3
+    fields["prefill"]["front"]["points"] = [first, *between, last]
+    with pytest.raises(ArtifactError, match=r"prefill\.front\.points: .* at most 3 items"):
+        to_artifact(fields)
 
 
 def test_save_accepts_a_pattern_that_only_the_front_uses(every_kind, tmp_path):
     artifact, arrays = every_kind
     rows = tuple(row and ("dense",) * 4 for row in artifact.prefill.layers)
 
-    def changed(**prefill):
-        new = artifact.prefill.model_copy(update={"layers": rows, **prefill})
+    def changed(**point):
+        front = artifact.prefill.front
+        slow = front.points[1].model_copy(update=point)
+        front = front.model_copy(update={"points": (front.points[0], slow)})
+        new = artifact.prefill.model_copy(update={"layers": rows, "front": front})
         search = counting(artifact.search, rows, artifact.patterns)
         return artifact.model_copy(update={"prefill": new, "search": search})
 
-    assert save(changed(), tmp_path / "cfg.yaml", arrays).prefill.layers == rows
-    nowhere = arrays | artifacts.front_arrays(artifact.patterns, [rows, rows])
-    says = r"patterns\.'a_64_512' is used by no head, of prefill\.layers or of a poi"
-    with pytest.raises(ArtifactError, match=says):
-        save(changed(), tmp_path / "cfg.yaml", nowhere)
+    both = changed(layers=artifact.prefill.layers)
+    assert save(both, tmp_path / "cfg.yaml", arrays).prefill.layers == rows
     with pytest.raises(ArtifactError, match=r"patterns\.vs_100_1800 is used by no head"):
-        to_artifact(changed(front=None).model_dump(mode="json"))
+        save(changed(), tmp_path / "cfg.yaml", arrays)
 
 
 def test_seen_windows_round_trip_and_refuse_other_digests(every_kind):

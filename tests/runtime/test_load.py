@@ -33,16 +33,22 @@ def saved(build, artifact_for, tmp_path):
         (EXACT, 4.0, 2.0, 0.1, 0.9),
     ]
     points = tuple(
-        Point(cost=cost, speedup=speedup, kl=kl, recall=recall, density=0.5)
-        for _, cost, speedup, kl, recall in figures
+        Point(
+            cost=cost,
+            speedup=speedup,
+            kl=kl,
+            recall=recall,
+            density=0.5,
+            layers=None if name == MIDDLE else rows(model, name),
+        )
+        for name, cost, speedup, kl, recall in figures
     )
     front = Front(length=200, unit="flops", dense_cost=8.0, measured_on="held_out", points=points)
     cost = artifacts.SearchCost(unit="flops", device="any")
     prefill = artifact.prefill.model_copy(update={"layers": rows(model, MIDDLE), "front": front})
     search = search_info(prefill.layers, patterns).model_copy(update={"cost": cost})
     changes = {"patterns": patterns, "search": search, "prefill": prefill}
-    arrays = artifacts.front_arrays(patterns, [rows(model, name) for name, *_ in figures])
-    artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml", arrays)
+    artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml")
     return model, tmp_path / "cfg.yaml"
 
 
@@ -62,9 +68,9 @@ def saved(build, artifact_for, tmp_path):
 )
 def test_load_with_point_uses_its_rows(saved, point, name):
     model, path = saved
-    headwise = load(path, point=point)
-    assert headwise.artifact.prefill.layers == rows(model, name)
-    assert headwise.artifact.prefill.front == load(path).artifact.prefill.front
+    prefill = load(path, point=point).artifact.prefill
+    assert prefill.layers == rows(model, name)
+    assert (prefill.front is None) == (point is not None)
 
 
 @pytest.mark.parametrize(
