@@ -229,7 +229,7 @@ def lost(
     low = high = None
     if interval.count > 1:
         low = round(interval.low, _DIGITS)
-        high = round(interval.high, _DIGITS)
+        high = round(min(interval.high, 1.0), _DIGITS)
     value = round(interval.value, _DIGITS)
     return {"value": value, "low": low, "high": high, "prompts": interval.count}
 

@@ -22,6 +22,8 @@ CONFIDENCE = 0.95
 RESAMPLES = 100_000
 # Assignments evaluated at once.
 _BLOCK = 10_000
+# A divisor that is not 0.
+_LEAST_LEFT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,30 @@ def student(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Inter
 def share_of(
     values: Sequence[float], sizes: Sequence[float], *, confidence: float = CONFIDENCE
 ) -> Interval:
-    """The sum of values over the sum of sizes, with Student's interval of its linear approximation.
+    """The sum of values over the sum of sizes, with Student's interval for unequal sizes.
+
+    A residual is divided by the part of its variance that the ratio leaves (HC2 of MacKinnon and
+    White 1985), and the degrees of freedom are those of as many units of equal size as estimate the
+    ratio as well (Kish 1965). For equal sizes this is Student's interval of the units' ratios.
 
     Args:
         values: of each unit, such as answers lost of a context.
-        sizes: of each unit, such as answers in all of a context; units of size 0 count as well.
+        sizes: of each unit, such as answers in all of a context, from 0 on.
         confidence: of the interval, such as 0.95.
     """
     numbers = _checked(values)
     weights = _checked(sizes)
+    count = len(numbers)
     total = max(1.0, float(weights.sum()))
     ratio = float(numbers.sum()) / total
-    return student(
-        (ratio + (numbers - ratio * weights) * len(numbers) / total).tolist(), confidence=confidence
-    )
+    if count == 1:
+        return Interval(ratio, ratio, ratio, count)
+    # Of a unit that has all of the sizes nothing is left: its residual is 0.
+    left = np.maximum(1 - weights / total, _LEAST_LEFT)
+    error = math.sqrt(float(((numbers - ratio * weights) ** 2 / left).sum())) / total
+    equal = total**2 / max(float((weights**2).sum()), 1.0)
+    half = _quantile(max(1.0, min(equal, count) - 1), confidence) * error
+    return Interval(ratio, ratio - half, ratio + half, count)
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
@@ -203,7 +215,7 @@ def _newcombe(a: np.ndarray, b: np.ndarray, confidence: float) -> Interval:
 
 
 @cache
-def _quantile(freedom: int, confidence: float) -> float:
+def _quantile(freedom: float, confidence: float) -> float:
     """Compute a quantile of Student's t with `freedom` degrees of freedom f.
 
     t is sqrt(f) tan(x) where x has the density cos(x)^(f - 1).

@@ -48,13 +48,30 @@ def test_wilson_of_all_or_none_has_a_width():
 
 
 def test_share_of_equals_a_hand_computed_ratio():
-    # 1 of 2 and 1 of 4 are a third of all; at a third each would have 1/3 less and 1/3 more, of 3
-    # answers a context.
-    result, expected = share_of([1, 1], [2, 4]), student([1 / 3 + 1 / 9, 1 / 3 - 1 / 9])
-    assert (result.value, result.low, result.high) == pytest.approx(
-        (1 / 3, expected.low, expected.high)
-    )
+    # 1 of 2 and 1 of 4 are a third of all: residuals of 1/3, of which 2/3 and 1/3 are left. These
+    # units are worth 36 / 20 equal ones: one degree of freedom, the least.
+    half = 12.7062 * math.sqrt((1 / 9) / (2 / 3) + (1 / 9) / (1 / 3)) / 6
+    result = share_of([1, 1], [2, 4])
+    expected = (1 / 3, 1 / 3 - half, 1 / 3 + half)
+    assert (result.value, result.low, result.high) == pytest.approx(expected, rel=1e-4)
     assert share_of([0, 0], [0, 0]).value == 0
+    assert share_of([1], [4]) == student([0.25])
+
+
+def test_share_of_units_of_equal_sizes_is_students():
+    result, expected = share_of([1, 2, 6], [4, 4, 4]), student([0.25, 0.5, 1.5])
+    assert (result.value, result.low, result.high) == pytest.approx(
+        (expected.value, expected.low, expected.high)
+    )
+
+
+def test_share_of_holds_the_rate_where_one_unit_has_most_of_the_answers():
+    rng = np.random.default_rng(0)
+    sizes = [300, 50, 30, 20]
+    # Rates differ from unit to unit, as those of contexts do.
+    rates = rng.beta(1, 9, (400, 4))
+    holds = [share_of(rng.binomial(sizes, each).tolist(), sizes).holds(0.1) for each in rates]
+    assert np.mean(holds) > 0.9
 
 
 def test_mean_interval_stays_between_0_and_1():
