@@ -17,6 +17,7 @@ from search.model.losses import ContextLoss
 from search.model.prompts import HeldOut
 from search.model.proof import ERROR, ROUNDS, Kind, Proof, prove
 from search.model.run import Round, SearchRun
+from search.model.speed import prefill_seconds
 
 # Predicted loss to aim at, relative to the limit, so that it can be proven.
 AIM = 0.4
@@ -25,10 +26,12 @@ _AT_MOST = 0.5
 # A raise is at least by this factor: where nothing is left to spend there is none.
 _LEAST_RAISE = 1.01
 # Measured losses below this part of their limits ask for a cheaper budget. Its predicted losses are
-# at most this factor larger, and it has to save this fraction of dense attention's cost.
+# at most this factor larger. It has to save this fraction of dense attention's cost and, where that
+# is in seconds, this fraction of a whole prefill.
 _FAR_BELOW = 0.2
 _LARGER = 2.0
 _WORTHWHILE = 0.02
+_SOONER = 0.01
 # Budgets of the frontier's other points, relative to the accepted one.
 _FRONT = (0.5, 2.0)
 
@@ -133,8 +136,15 @@ def _cheaper(run: SearchRun, first: Round, limits: Limits, held_out: HeldOut) ->
     factors = {kind: min(AIM / max(ratio, 1e-9), _LARGER) for kind, ratio in ratios.items()}
     heads = run.heads
     allocation = cheapest(heads, first.allocation, factors)
-    saved = heads.share(first.allocation.cost) - heads.share(allocation.cost)
-    if saved < _WORTHWHILE:
+    saved = first.allocation.cost - allocation.cost
+    if heads.share(saved) < _WORTHWHILE:
+        return first
+    if heads.unit == "seconds" and saved < _SOONER * prefill_seconds(run):
+        if run.ranks.is_first:
+            announce(
+                f"{first.name} is proven with much to spare ({verdict.losses}), but a cheaper "
+                f"budget would make the first token {saved:.2g} s sooner, less than {_SOONER:.0%}"
+            )
         return first
     if run.ranks.is_first:
         announce(

@@ -23,7 +23,7 @@ from profiling.progress import phase
 from profiling.speed.baselines import HEADWISE, KERNEL, LEAST, MODEL, dense
 from profiling.speed.latency import prefill, time_calls
 from profiling.speed.layer_times import ANCHOR, SDPA, PlansToTime, Timings, all_threads, time_layers
-from runtime import LoadedArtifact
+from runtime import LoadedArtifact, apply_dense
 from runtime.devices import execution_device
 from search.model.run import CHOSEN, SearchRun
 
@@ -84,6 +84,35 @@ def longest_sdpa(attention: Mapping[int, Timings]) -> tuple[int, Timings] | None
     if not timed:
         return None
     return max(timed), attention[max(timed)]
+
+
+def prefill_seconds(run: SearchRun) -> float:
+    """Seconds of one dense prefill, timed in the first rank; all ranks get them."""
+    sequence = run.calibration[0]
+    model = run.loaded.model
+
+    def measure() -> float:
+        ids = torch.tensor(
+            [sequence.ids[: sequence.context]], device=execution_device(model), dtype=torch.long
+        )
+        with all_threads():
+            taken = time_calls(
+                {KERNEL: lambda: prefill(model, ids)},
+                contexts={KERNEL: lambda: apply_dense(model, by="auto")},
+                repeats=0,
+                device=run.device,
+                quiet=True,
+            )
+        return taken[KERNEL][0]
+
+    seconds = None
+    if run.ranks.is_first:
+        with all_threads():
+            machine = environment(run.device)
+        depends = {"sequence": sequence.digest, "machine": machine}
+        seconds = run.ledger.once(run.ledger.unit("seconds of a prefill", depends), measure)
+    shared: float = run.ranks.broadcast(seconds)
+    return shared
 
 
 def time_prefills(run: SearchRun, artifact: Artifact) -> dict[str, Sequence[float]]:

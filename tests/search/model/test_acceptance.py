@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -60,6 +60,7 @@ def searched(
     fixed: bool = False,
     spread: float = 0.0,
     steady: bool = False,
+    prefill: float = 0.0,
 ) -> Any:
     """Run the gate where BEST loses these multiples of the limits, and others in proportion.
 
@@ -69,6 +70,7 @@ def searched(
         fixed: as for `gate`.
         spread: of the contexts, relative to their loss.
         steady: True if every allocation loses as much.
+        prefill: seconds of a dense one.
     """
 
     def formula(prompts: Prompts, one: Allocation, numbers: Any) -> Sequence[ContextLoss]:
@@ -91,7 +93,9 @@ def searched(
         return [losses[at] for at in numbers] if numbers is not None else losses
 
     run = FormulaRun(formula, heads=HEADS, allocation=BEST)
-    gate(cast(Any, run), LIMITS, cast(Any, Batches()), fixed=fixed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("search.model.acceptance.prefill_seconds", lambda _: prefill)
+        gate(cast(Any, run), LIMITS, cast(Any, Batches()), fixed=fixed)
     return run
 
 
@@ -134,6 +138,18 @@ def test_loss_far_below_the_limits_tries_one_cheaper_budget(capsys):
     first, second = costs(run)
     assert second < first and run.accepted is run.rounds[1]
     assert "is proven with much to spare" in capsys.readouterr().err
+
+
+def test_cheaper_budget_is_not_tried_where_the_first_token_hardly_gains(monkeypatch, capsys):
+    monkeypatch.setattr("tests.search.model.test_acceptance.HEADS", replace(HEADS, unit="seconds"))
+    first, second = costs(searched(0.02, 0.02, prefill=0.0))
+    saved = first - second
+    assert "is proven with much to spare" in capsys.readouterr().err
+    assert len(costs(searched(0.02, 0.02, prefill=99 * saved))) == 2
+    (only,) = costs(searched(0.02, 0.02, prefill=101 * saved))
+    assert only == first
+    says = f"but a cheaper budget would make the first token {saved:.2g} s sooner, less than 1%"
+    assert says in capsys.readouterr().err
 
 
 def test_cheaper_budget_that_is_not_proven_leaves_the_first(monkeypatch, capsys):

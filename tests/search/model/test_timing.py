@@ -14,7 +14,7 @@ from profiling.speed.layer_times import ANCHOR, SDPA, Timings
 from search.model import search
 from search.model.record import build, write
 from search.model.run import CHOSEN, SearchRun
-from search.model.speed import another_round
+from search.model.speed import another_round, prefill_seconds
 from tests.search.model.conftest import (
     LENGTH,
     TIMED,
@@ -96,6 +96,16 @@ def test_seconds_cost_times_candidates_and_the_result(gated, timed, tmp_path, cl
     assert written.seconds == 1.0
     seconds = [point.seconds for point in artifact.search.frontier]
     assert len(seconds) > 1 and seconds == sorted(seconds)
+
+
+def test_dense_prefill_is_timed_once(timed, clock, monkeypatch):
+    def ask(config, run, *built):
+        assert prefill_seconds(run) == prefill_seconds(run) == 2.0
+        write(config, run, *built)
+
+    monkeypatch.setattr(search, "write", ask)
+    assert timed() == 0
+    assert clock.prefills.count([KERNEL]) == 1
 
 
 def test_attention_without_a_gain_leaves_the_old_file_and_times_no_prefill(
