@@ -181,12 +181,6 @@ def test_filter_layer_rejects_extra_cached_states_for_earlier_scores(decoding):
     decoding(model, filter_layers=(0,), dense_layers=()).new_cache(model)
 
 
-def test_apply_rejects_decode_section_that_does_not_fit_model(build, decoding):
-    model = build("Gemma3")
-    with pytest.raises(HeadwiseError, match=r"filter layer 0 slides.* layers 1-2"):
-        decoding(model, filter_layers=(0,), dense_layers=()).apply(model)
-
-
 def test_prefill_chunk_fetches_only_selected_rows(build, decoding, ids, monkeypatch):
     staged = []
     former = copy_engine.CopyEngine.staging

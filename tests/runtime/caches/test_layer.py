@@ -136,14 +136,6 @@ def test_other_cache_warns_that_no_tokens_are_dropped(cache_class, build, keepin
     ]
 
 
-def test_policy_rows_apply_to_full_layers_only(build, keeping):
-    model = build("Gemma3")
-    with pytest.raises(HeadwiseError, match=r"layers\[0\] must be null: the layer slides"):
-        keeping(model, {"full": Full()}, rows=["full"] * 3).apply(model)
-    with pytest.raises(HeadwiseError, match=r"layers\[2\] must name a policy"):
-        keeping(model, {"full": Full()}, rows=[None, "full", None]).new_cache(model)
-
-
 def test_policy_rejects_layer_that_reads_shared_cache(build, keeping, ids, monkeypatch):
     model = build()
     with keeping(model, STREAM).apply(model) as handle:
