@@ -28,6 +28,12 @@ SPARSE = {
     "vs_10_130_q8": artifacts.VerticalSlash(vertical=10, slash=130, last_q=8),
     "bs_2": artifacts.BlockSparse(blocks=2),
 }
+POLICIES: dict[str, Any] = {
+    "full": artifacts.Full(),
+    "streaming": artifacts.Streaming(sinks=4, window=60),
+    "h2o": artifacts.H2O(heavy=32, recent=32),
+    "snapkv": artifacts.SnapKV(budget=64, window=16),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +150,7 @@ def keeping(artifact_for):
                 next(iter(table)) if layer in full else None
                 for layer in range(artifact.model.num_layers)
             ]
-            table = table if any(rows) else {}
+        table = table if any(rows) else {}
         section = artifacts.KVCache(policies=table, layers=tuple(rows))
         return LoadedArtifact(artifacts.Artifact(**{**dict(artifact), "kv_cache": section}))
 

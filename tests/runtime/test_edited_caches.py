@@ -16,6 +16,7 @@ import artifacts
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, memory_report
 from tests.runtime.batches import fed
+from tests.runtime.conftest import POLICIES
 from tests.runtime.omnikv import CLOSE, LAYERS, oracle
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -290,16 +291,10 @@ def test_resetting_one_banked_layer_keeps_the_others(build, decoding, ids):
     torch.testing.assert_close(*outs, **CLOSE)
 
 
-POLICIES = [
-    artifacts.Streaming(sinks=4, window=64),
-    artifacts.Streaming(sinks=0, window=64, positions="original"),
-    artifacts.H2O(heavy=32, recent=32),
-    artifacts.SnapKV(budget=64, window=8),
-    artifacts.Full(),
-]
+DROPPING = [*POLICIES.values(), artifacts.Streaming(sinks=0, window=64, positions="original")]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.kind)
+@pytest.mark.parametrize("policy", DROPPING, ids=lambda policy: policy.kind)
 def test_policy_layer_rejects_access_to_keys_and_values(policy, build, keeping, ids):
     model = build()
     with keeping(model, policy).apply(model) as handle:

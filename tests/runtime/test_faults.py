@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import artifacts
 from artifacts import HeadwiseError
 from kernels import registry
 from kernels.attention import cpu
@@ -21,6 +20,7 @@ from kernels.reference import Attention, Decode
 from kernels.registry import CannotBuildError, build_failure, build_guard
 from runtime import apply_dense
 from tests.runtime.batches import fed
+from tests.runtime.conftest import POLICIES
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 # Kernel errors and the names that count them.
@@ -286,18 +286,10 @@ def test_decode_section_without_kernels_is_dense(
         fed(model, tokens, (128, 128, 1), handle.new_cache(offload=offload))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        artifacts.H2O(heavy=32, recent=32),
-        artifacts.Streaming(sinks=4, window=64),
-        artifacts.SnapKV(budget=64, window=8),
-    ],
-    ids=lambda policy: policy.kind,
-)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "full"])
 def test_cache_that_drops_tokens_without_kernels_raises(policy, build, keeping, ids, unbuildable):
     model = build()
-    with keeping(model, policy).apply(model) as handle:
+    with keeping(model, POLICIES[policy]).apply(model) as handle:
         cache = handle.new_cache()
         for _ in range(2):
             with pytest.raises(HeadwiseError) as raised:
@@ -310,7 +302,7 @@ def test_cache_that_drops_tokens_without_kernels_raises(policy, build, keeping, 
         with pytest.raises(HeadwiseError, match="cannot serve this call: no fast kernel"):
             model(ids(1), past_key_values=handle.new_cache())
     with (
-        keeping(model, policy).apply(model, backend="cpu") as handle,
+        keeping(model, POLICIES[policy]).apply(model, backend="cpu") as handle,
         pytest.raises(HeadwiseError, match="'cpu' cannot serve this call: its kernel failed"),
     ):
         model(ids(150), past_key_values=handle.new_cache())

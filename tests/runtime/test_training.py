@@ -12,14 +12,8 @@ from transformers import DynamicCache
 import artifacts
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, apply_dense
+from tests.runtime.conftest import POLICIES
 from tests.runtime.omnikv import CLOSE, LAYERS
-
-POLICIES = {
-    "full": artifacts.Full(),
-    "streaming": artifacts.Streaming(sinks=4, window=60),
-    "h2o": artifacts.H2O(heavy=32, recent=32),
-    "snapkv": artifacts.SnapKV(budget=64, window=16),
-}
 
 
 def trains(model, options):
