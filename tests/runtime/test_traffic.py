@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Cache,
-    GenerationConfig,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
     pipeline,
@@ -217,18 +216,6 @@ def test_streamer_in_thread_yields_text(build, apply, masked, ids, tokenizer):
         parts = list(streamer)
         thread.join()
     assert "".join(parts) == expected and len(parts) > 3
-
-
-def test_continuous_batching_is_rejected_by_transformers(build, apply):
-    model = build()
-    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)
-    # The messages of the newest and the oldest transformers.
-    refusal = (
-        r'headwise is not supported for continuous batching|"paged\|headwise"` is not supported'
-    )
-    with apply(model), pytest.raises(ValueError, match=refusal):
-        model.generate_batch([[5, 6, 7]], progress_bar=False, generation_config=config)
-    assert model.config._attn_implementation == "sdpa"
 
 
 def saved(model, folder):
