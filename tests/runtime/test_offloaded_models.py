@@ -46,13 +46,8 @@ def test_offloaded_model_equals_model_in_memory(
         with applied as handle:
             cache = handle.new_cache(offload="packed" if section == "filters" else "auto")
             options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-            output = model.generate(
-                ids(200),
-                past_key_values=cache,
-                output_logits=True,
-                return_dict_in_generate=True,
-                **options,
-            )
+            options |= {"output_logits": True, "return_dict_in_generate": True}
+            output = model.generate(ids(200), past_key_values=cache, **options)
             return torch.stack(output.logits), handle.stats()
 
     sizes = LAYERS if section == "filters" else {}
