@@ -76,27 +76,18 @@ def test_apply_dense_chunks_and_drafts_equal_whole_prefill(by, cache, build, ids
 
 
 @pytest.mark.parametrize("by", WAYS)
-def test_generate_with_prompt_lookup_equals_greedy(by, build, ids):
+def test_generate_with_drafts_equals_greedy(by, build, ids):
     model = build("Gemma4", **GEMMA4_SHARED)
     prompt = ids(20).repeat(1, 3)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, **options)
+    ways = [{}, {"prompt_lookup_num_tokens": 4}]
+    ways += [{"assistant_model": build("Gemma4", seed=n, **GEMMA4_SHARED)} for n in (0, 1)]
     with apply_dense(model, by=by) as handle:
-        for more in ({}, {"prompt_lookup_num_tokens": 4}):
+        for more in ways:
             for cache in (None, handle.new_cache()):
                 actual = model.generate(prompt, past_key_values=cache, **options, **more)
                 assert torch.equal(actual, expected)
-
-
-def test_generate_with_assistant_equals_greedy(build, ids):
-    model, prompt = build("Gemma4", **GEMMA4_SHARED), ids(60)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(prompt, **options)
-    with apply_dense(model):
-        for seed in (0, 1):
-            assistant = build("Gemma4", seed=seed, **GEMMA4_SHARED)
-            actual = model.generate(prompt, assistant_model=assistant, **options)
-            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("count", [0, 70])
