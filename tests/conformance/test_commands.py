@@ -157,11 +157,25 @@ def test_missing_file_error_names_it(verb, word, other, says, refused):
     refused(says, verb, *(other if part == word else part for part in TYPED[verb].split()))
 
 
-# Options after a small run of a verb, and the argument or value that the error names.
+# The size of the model decides about these: options after a small run of a verb, and the argument
+# or value that the error names.
+OF_THE_MODEL = [
+    ("search --length 4000", "--beyond-positions"),
+    ("filters --dense-first 3", "--dense-first 3"),
+    ("evaluate --length 5000", "5000"),
+    ("heatmaps --head 0.6", "0.6"),
+    ("similarity --length 1024", "1024 positions"),
+]
+# Wrong in every command that has the option.
+EVERYWHERE = {
+    "--device gpu7": "'gpu7'",
+    "--task riddle": "'riddle'",
+    "--task text:none.txt": "none.txt",
+}
+# Wrong whatever the model.
 WRONG = [
     ("search --budget 2", "--budget"),
     ("search --length 100", "--length"),
-    ("search --length 4000", "--beyond-positions"),
     ("search --backend abacus", "abacus"),
     ("search --storage study", "'study'"),
     ("filters --storage study", "'study'"),
@@ -173,7 +187,6 @@ WRONG = [
     ("gate --length 100", "--length 100"),
     ("gate --max-lost 2", "--max-lost"),
     ("filters --budget 1.5", "--budget"),
-    ("filters --dense-first 3", "--dense-first 3"),
     ("filters --profile nowhere", "nowhere"),
     ("kv --forced 256", "--forced"),
     ("kv --target-bytes 64MiB", "--target-bytes"),
@@ -194,45 +207,22 @@ WRONG = [
     ("evaluate --depths 2", "--depths"),
     ("evaluate --speed-only --task prose", "--speed-only"),
     ("evaluate --length 256", "256"),
-    ("evaluate --length 5000", "5000"),
     ("evaluate --methods a_shap", "'a_shap'"),
     ("heatmaps --profile x --picture pie", "'pie'"),
     ("heatmaps --head 3", "--head"),
-    ("heatmaps --head 0.6", "0.6"),
     ("heatmaps --length 3", "--length"),
     ("plot --head 9.0", "--head"),
     ("plot --head 2", "--head"),
     ("plot --picture candidates", "--head"),
     ("plot --picture patterns --head 2.1", "--head"),
     ("similarity --length 63", "--length"),
-    ("similarity --length 1024", "1024 positions"),
     ("similarity --top-k 256", "--top-k 256"),
     ("similarity --task vt --task vt", "'vt'"),
     ("stream --tokens 1", "--tokens"),
     ("stream --chunk 0", "--chunk"),
     ("stream --policy lru", "'lru'"),
     ("stream --policy full --policy full", "--policy full"),
-    ("tasks --task riddle", "'riddle'"),
     ("tasks --length 0", "--length"),
-]
-
-
-# The size of the model decides about these.
-OF_THE_MODEL = (
-    "search --length 4000",
-    "filters --dense-first 3",
-    "evaluate --length 5000",
-    "heatmaps --head 0.6",
-    "similarity --length 1024",
-)
-# Wrong in every command that has the option.
-EVERYWHERE = {
-    "--device gpu7": "'gpu7'",
-    "--task riddle": "'riddle'",
-    "--task text:none.txt": "none.txt",
-}
-# More that can only be wrong, whatever the model.
-WRONG_ALONE = [
     *(
         (f"{verb} {words}", says)
         for words, says in EVERYWHERE.items()
@@ -289,14 +279,12 @@ def with_run(words: str) -> str:
     return f"{verb} {run} {more}"
 
 
-@pytest.mark.parametrize(("words", "says"), [row for row in WRONG if row[0] in OF_THE_MODEL])
+@pytest.mark.parametrize(("words", "says"), OF_THE_MODEL)
 def test_value_that_does_not_suit_the_model_is_named(words, says, refused):
     refused(says, with_run(words))
 
 
-@pytest.mark.parametrize(
-    ("words", "says"), [row for row in WRONG if row[0] not in OF_THE_MODEL] + WRONG_ALONE
-)
+@pytest.mark.parametrize(("words", "says"), WRONG)
 def test_wrong_value_is_found_before_the_model_is_loaded(words, says, refused):
     Path("a").mkdir()
     shutil.copy("text.txt", "a")
