@@ -13,7 +13,11 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 import artifacts
+from kernels.attention import cpu as attention_cpu
+from kernels.decode import cpu as decode_cpu
 from kernels.patterns import LayerPlan, make
+from kernels.reference import Attention, Decode
+from kernels.registry import CannotBuildError
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers
@@ -231,3 +235,19 @@ def warnings(caplog):
     """Return warnings(), which lists the runtime's messages."""
     caplog.set_level(logging.WARNING, logger="headwise")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "headwise"]
+
+
+@pytest.fixture
+def unbuildable(monkeypatch):
+    """No kernel can be built, and the reference must not serve."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise CannotBuildError("its kernel failed to build: RuntimeError: no assembler")
+
+    def refuses(call: Any) -> Any:
+        raise AssertionError("the reference served")
+
+    for module in (attention_cpu, decode_cpu):
+        monkeypatch.setattr(module, "run", fails)
+    for oracle in (Attention, Decode):
+        monkeypatch.setattr(oracle, "run", refuses)

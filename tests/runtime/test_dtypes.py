@@ -72,7 +72,7 @@ def loaded(artifact_for, keeping) -> Callable[[Any, str], LoadedArtifact]:
             section = artifacts.Decode(omnikv=DECODE.model_copy(update=SECTIONS[way]))
             artifact = artifact_for(model, dense=True, dense_below=64)
             return LoadedArtifact(artifact.model_copy(update={"decode": section}))
-        # The pattern of that name is another one.
+        # Rows keep their name for the pattern of this way.
         return LoadedArtifact(
             artifact_for(model, rows=rows).model_copy(update={"patterns": {"a_64_64": KINDS[way]}})
         )

@@ -16,14 +16,6 @@ STREAM = artifacts.Streaming(sinks=4, window=60, positions="cache")
 CPU = torch.device("cpu")
 
 
-def to_cpu(model, folder):
-    cpu_offload(model, execution_device=CPU, offload_buffers=True)
-
-
-def to_disk(model, folder):
-    disk_offload(model, str(folder), execution_device=CPU)
-
-
 def in_part(model, folder):
     places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     places |= {f"model.layers.{number}": "cpu" for number in range(len(model.model.layers))}
@@ -31,8 +23,15 @@ def in_part(model, folder):
     dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
+OFFLOADS = {
+    "to CPU": lambda model, _: cpu_offload(model, execution_device=CPU, offload_buffers=True),
+    "to disk": lambda model, folder: disk_offload(model, str(folder), execution_device=CPU),
+    "in part": in_part,
+}
+
+
 @pytest.mark.parametrize("section", ["patterns", "filters", "positions", "dense"])
-@pytest.mark.parametrize("offload", [to_cpu, to_disk, in_part], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("offload", OFFLOADS)
 def test_offloaded_model_equals_model_in_memory(
     offload, section, build, artifact_for, decoding, keeping, ids, tmp_path
 ):
@@ -53,7 +52,7 @@ def test_offloaded_model_equals_model_in_memory(
     sizes = LAYERS if section == "filters" else {}
     expected = served(build(**sizes))
     model = build(**sizes)
-    offload(model, tmp_path)
+    OFFLOADS[offload](model, tmp_path)
     assert any(weight.is_meta for weight in model.parameters())
     assert execution_device(model) == CPU
     torch.testing.assert_close(served(model), expected)
