@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -136,21 +135,6 @@ def test_nested_forward_leaves_outer_one_unchanged(at, offload, build, decoding,
             actual = fed(model, tokens[:, LENGTH:], (1,), cache)
     assert nested
     torch.testing.assert_close(actual, expected[:, LENGTH:], **CLOSE)
-
-
-def test_threads_share_no_selection(build, decoding, ids):
-    model = build(**LAYERS)
-    texts = [ids(LENGTH + 6, seed=seed) for seed in range(4)]
-    with decoding(model, **SECTION).apply(model) as handle:
-        expected = [fed(model, text, (LENGTH, 1), handle.new_cache()) for text in texts]
-
-        def serve(text):
-            with torch.no_grad():
-                return fed(model, text, (LENGTH, 1), handle.new_cache())
-
-        with ThreadPoolExecutor(4) as pool:
-            actual = list(pool.map(serve, texts))
-    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_hooks_end_with_application_and_are_in_no_copy(build, decoding, ids):
