@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import zipfile
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     Cache,
     PreTrainedTokenizerFast,
-    TextIteratorStreamer,
     pipeline,
 )
 from transformers.cache_utils import QuantizedLayer
@@ -201,21 +199,6 @@ def test_pipeline_with_mixed_length_batch_matches(build, apply, masked, ids, tok
         actual = generator(texts, batch_size=3, return_full_text=False, **OPTIONS)
         assert handle.stats()["sparse"] == 2
     assert [row[0]["generated_text"].strip() for row in actual] == expected
-
-
-def test_streamer_in_thread_yields_text(build, apply, masked, ids, tokenizer):
-    model, prompt = build(), ids(200)
-    with masked(model):
-        expected = tokenizer.decode(model.generate(prompt, **OPTIONS)[0, 200:])
-    with apply(model, strict=True) as handle:
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        cache = handle.new_cache()
-        kwargs = {"input_ids": prompt, "streamer": streamer, "past_key_values": cache, **OPTIONS}
-        thread = threading.Thread(target=model.generate, kwargs=kwargs)
-        thread.start()
-        parts = list(streamer)
-        thread.join()
-    assert "".join(parts) == expected and len(parts) > 3
 
 
 def saved(model, folder):
