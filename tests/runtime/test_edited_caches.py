@@ -45,7 +45,7 @@ def edit_in_place(cache: Any) -> None:
         layer.keys[..., -1, :] = 0.5
         layer.values[:, :, 3:9].zero_()
         # Not equal: of tokens that are attended to alike any may be selected.
-        layer.keys[:, :, 20:30].copy_(layer.keys[:, :, 50:60] * 1.1)
+        layer.keys[:, :, 20:25].copy_(layer.keys[:, :, 10:15] * 1.1)
 
 
 def widen(cache: Any) -> None:
@@ -329,9 +329,7 @@ def test_sliding_layers_of_a_decode_section_are_edited_like_dynamic_cache(build,
 
     def use(cache: Any) -> Tensor:
         fed(model, ids(LENGTH), (LENGTH,), cache)
-        for layer in cache.layers:
-            layer.keys[..., -1, :] = 0.5
-            layer.values[:, :, 3:9].zero_()
+        edit_in_place(cache)
         return continued(model, cache, ids(74, seed=1))
 
     torch.testing.assert_close(*on_both(model, loaded, "packed", use), **CLOSE)

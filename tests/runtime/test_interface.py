@@ -59,10 +59,6 @@ def hooked(attention):
     add_hook_to_module(attention, ModelHook())
 
 
-def of_another_class(attention):
-    attention.__class__ = Subclass
-
-
 def named_like_the_former(attention):
     attention.forward = functools.wraps(attention.forward)(partial(own, attention))
 
@@ -83,7 +79,7 @@ BYPASSING = {
         attention, "forward", Kernel(attention).forward
     ),
     "hook around it": hooked,
-    "subclass": of_another_class,
+    "subclass": lambda attention: setattr(attention, "__class__", Subclass),
     "wraps": named_like_the_former,
 }
 
