@@ -246,3 +246,32 @@ def test_snapkv_in_chunks_below_its_window_warns_once(size, build, keeping, ids,
     assert kept == [140, 240]
     (line,) = warnings()
     assert "snapkv has kept every token: no call was as long as its window of 64 tokens" in line
+
+
+def test_rotation_that_changes_with_length_depends_on_chunks_like_dynamic_cache(
+    build, keeping, ids
+):
+    model = build("Phi3LongRoPE", original_max_position_embeddings=128)
+    policy = Streaming(sinks=4, window=300, positions="original")
+    sizes = (220,), (100, 60)
+    expected = [fed(model, ids(220), each, DynamicCache(config=model.config)) for each in sizes]
+    with keeping(model, policy).apply(model) as handle:
+        actual = [fed(model, ids(220), each, handle.new_cache()) for each in sizes]
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert (expected[0] - expected[1]).abs().max() > 1
+
+
+def test_packed_prompts_are_apart_without_mask_and_cache_only(build, apply, ids):
+    model, parts = build(), (ids(150), ids(130))
+    row = torch.cat(parts, dim=1)
+    positions = torch.cat([torch.arange(150), torch.arange(130)])[None]
+    alone = torch.cat([model(part).logits for part in parts], dim=1)
+    ones = {"attention_mask": torch.ones_like(row), "use_cache": False}
+    together = model(row, position_ids=positions, **ones).logits
+    with apply(model, dense=True):
+        packed = model(row, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(packed, alone, **CLOSE)
+        for more in (ones, {"use_cache": True}):
+            actual = model(row, position_ids=positions, **more).logits
+            torch.testing.assert_close(actual, together, **CLOSE)
+    assert (together - alone).abs().max() > 1
