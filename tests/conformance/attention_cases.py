@@ -173,13 +173,7 @@ _FORMS = {
         330, heads=2, index="random:4,0,90", window=200, config=_config(2, 128)
     ),
     "pairs of tiles, lists, window, tail": last(
-        200,
-        300,
-        heads=2,
-        index="random:3,3,60",
-        window=230,
-        dense_tail=70,
-        config=_config(1, 128),
+        200, 300, heads=2, index="random:3,3,60", window=230, dense_tail=70, config=_config(1, 128)
     ),
 }
 # A row of tiles is dense or not; with lists a program has one row, without it has two.
@@ -256,13 +250,7 @@ _PARTS = {
         )
     },
     "3 parts, pairs of tiles, tail": last(
-        150,
-        450,
-        heads=2,
-        index="random:5,0,90",
-        dense_tail=100,
-        config=_config(2, 128),
-        splits=3,
+        150, 450, heads=2, index="random:5,0,90", dense_tail=100, config=_config(2, 128), splits=3
     ),
     "3 parts, D 80, E 17, batch 2, sinks, window": last(
         70,

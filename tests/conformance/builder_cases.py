@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,34 +92,16 @@ ESTIMATES = {
     },
 }
 
-
+_WIDE = partial(Estimate, head_dim=128, dtype=torch.bfloat16)
 ON_GPU = {
-    "estimate of 128K tokens": Estimate(
-        q_len=2000,
-        k_len=131_072,
-        heads=(0, 1, 2, 3),
-        last_q=(64,) * 4,
-        head_dim=128,
-        dtype=torch.bfloat16,
+    "estimate of 128K tokens": _WIDE(
+        q_len=2000, k_len=131_072, heads=(0, 1, 2, 3), last_q=(64,) * 4
     ),
-    "estimate of 1000 queries": Estimate(
-        q_len=3000,
-        k_len=3000,
-        heads=(0, 1, 3),
-        last_q=(1000, 64, 700),
-        kv_heads=4,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        transposed=True,
+    "estimate of 1000 queries": _WIDE(
+        q_len=3000, k_len=3000, heads=(0, 1, 3), last_q=(1000, 64, 700), kv_heads=4, transposed=True
     ),
-    "estimate in a window, D 256": Estimate(
-        q_len=500,
-        k_len=20_000,
-        heads=(0, 1, 2),
-        last_q=(64, 128, 64),
-        window=1000,
-        head_dim=256,
-        dtype=torch.bfloat16,
+    "estimate in a window, D 256": _WIDE(
+        q_len=500, k_len=20_000, heads=(0, 1, 2), last_q=(64, 128, 64), window=1000, head_dim=256
     ),
 }
 

@@ -20,8 +20,6 @@ from kernels.topk import TopKCall, best
 from tests.kernels.conftest import builder, one_thread, poisoned_memory
 
 __all__ = ["builder", "one_thread", "poisoned_memory"]
-
-
 # Queries, keys, and the window.
 LENGTHS = [
     *((1, 1, None), (63, 63, None), (1000, 1000, None), (1, 300, None), (200, 450, None)),
@@ -121,8 +119,7 @@ def tile_masses(q: Tensor, k: Tensor, reach: int) -> dict[int, dict[int, float]]
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize(
-    ("q_len", "k_len", "window"),
-    [*LENGTHS, (9, 125, None), (257, 700, None), (500, 900, 200)],
+    ("q_len", "k_len", "window"), [*LENGTHS, (9, 125, None), (257, 700, None), (500, 900, 200)]
 )
 def test_block_sparse_selects_fewest_for_coverage(q_len, k_len, window):
     patterns = [

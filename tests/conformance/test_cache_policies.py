@@ -331,9 +331,7 @@ def test_policy_copy_and_inference_mode_cache_are_independent(case, build, keepi
 
 
 @pytest.mark.parametrize(
-    ("case", "mine"),
-    [(CASES[0], 0), *((case, 1) for case in CASES if not case.sliding)],
-    ids=str,
+    ("case", "mine"), [(CASES[0], 0), *((case, 1) for case in CASES if not case.sliding)], ids=str
 )
 def test_policy_kv_head_equals_separate_layer(case, mine, build, keeping, ids):
     model = build(num_hidden_layers=1)

@@ -157,12 +157,25 @@ def test_missing_file_error_names_it(verb, word, other, says, refused):
     refused(says, verb, *(other if part == word else part for part in TYPED[verb].split()))
 
 
-# Options after a small run of a verb, and the argument or value that the error names.
+# The size of the model decides about these: options after a small run of a verb, and the argument
+# or value that the error names.
+OF_THE_MODEL = [
+    ("search --length 4000", "--beyond-positions"),
+    ("filters --dense-first 3", "--dense-first 3"),
+    ("evaluate --length 5000", "5000"),
+    ("heatmaps --head 0.6", "0.6"),
+    ("similarity --length 1024", "1024 positions"),
+]
+# Wrong in every command that has the option.
+EVERYWHERE = {
+    "--device gpu7": "'gpu7'",
+    "--task riddle": "'riddle'",
+    "--task text:none.txt": "none.txt",
+}
+# Wrong whatever the model.
 WRONG = [
     ("search --budget 2", "--budget"),
     ("search --length 100", "--length"),
-    ("search --length 4000", "--beyond-positions"),
-    ("search --task guessing", "'guessing'"),
     ("search --backend abacus", "abacus"),
     ("search --storage study", "'study'"),
     ("filters --storage study", "'study'"),
@@ -174,7 +187,6 @@ WRONG = [
     ("gate --length 100", "--length 100"),
     ("gate --max-lost 2", "--max-lost"),
     ("filters --budget 1.5", "--budget"),
-    ("filters --dense-first 3", "--dense-first 3"),
     ("filters --profile nowhere", "nowhere"),
     ("kv --forced 256", "--forced"),
     ("kv --target-bytes 64MiB", "--target-bytes"),
@@ -193,50 +205,33 @@ WRONG = [
     ("evaluate --seeds 0", "--seeds"),
     ("evaluate --share 0", "--share"),
     ("evaluate --depths 2", "--depths"),
-    ("evaluate --task riddle", "'riddle'"),
     ("evaluate --speed-only --task prose", "--speed-only"),
     ("evaluate --length 256", "256"),
-    ("evaluate --length 5000", "5000"),
     ("evaluate --methods a_shap", "'a_shap'"),
     ("heatmaps --profile x --picture pie", "'pie'"),
     ("heatmaps --head 3", "--head"),
-    ("heatmaps --head 0.6", "0.6"),
     ("heatmaps --length 3", "--length"),
     ("plot --head 9.0", "--head"),
     ("plot --head 2", "--head"),
     ("plot --picture candidates", "--head"),
     ("plot --picture patterns --head 2.1", "--head"),
     ("similarity --length 63", "--length"),
-    ("similarity --length 1024", "1024 positions"),
     ("similarity --top-k 256", "--top-k 256"),
     ("similarity --task vt --task vt", "'vt'"),
     ("stream --tokens 1", "--tokens"),
     ("stream --chunk 0", "--chunk"),
     ("stream --policy lru", "'lru'"),
     ("stream --policy full --policy full", "--policy full"),
-    ("tasks --task riddle", "'riddle'"),
     ("tasks --length 0", "--length"),
-]
-
-
-# The size of the model decides about these.
-OF_THE_MODEL = (
-    "search --length 4000",
-    "filters --dense-first 3",
-    "evaluate --length 5000",
-    "heatmaps --head 0.6",
-    "similarity --length 1024",
-)
-# More that can only be wrong, whatever the model.
-WRONG_ALONE = [
-    ("gate --samples 0", "--samples"),
-    ("gate --task riddle", "'riddle'"),
-    ("gate --task text:none.txt", "none.txt"),
+    *(
+        (f"{verb} {words}", says)
+        for words, says in EVERYWHERE.items()
+        for verb in OURS
+        if words.split()[0] in PARSERS[verb]._option_string_actions
+    ),
+    *((f"{verb} --samples 0", "--samples") for verb in ("gate", "search", "evaluate", "tasks")),
     ("gate --max-kl nan", "--max-kl"),
     ("gate --out missing/x.yaml", "missing"),
-    ("gate --device gpu7", "'gpu7'"),
-    ("search --samples 0", "--samples"),
-    ("search --task text:none.txt", "none.txt"),
     ("search --storage nothing://x", "nothing://x"),
     ("search --storage sqlite:////none/of/this.db", "sqlite"),
     ("search --dense-tail 512", "--dense-tail"),
@@ -244,7 +239,6 @@ WRONG_ALONE = [
     ("search --max-nll nan", "--max-nll"),
     ("search --budget nan", "--budget"),
     ("search --max-memory 0", "--max-memory"),
-    ("search --device gpu7", "'gpu7'"),
     ("search --preset paper --length 1", "--length"),
     ("search --preset paper --task riddle", "'riddle'"),
     ("search --preset paper --backend abacus", "abacus"),
@@ -252,43 +246,26 @@ WRONG_ALONE = [
     ("evaluate --text none.txt", "none.txt"),
     ("evaluate --out text.txt", "text.txt"),
     ("evaluate --out text.txt/report", "text.txt"),
-    ("evaluate --samples 0", "--samples"),
     ("evaluate --density 0", "--density"),
     ("evaluate --repeats 0", "--repeats"),
-    ("evaluate --device gpu7", "'gpu7'"),
-    ("filters --task riddle", "'riddle'"),
     ("filters --prefill-ratio nan", "--prefill-ratio"),
     ("filters --worst nan", "--worst"),
     ("filters --window 0", "--window"),
-    ("filters --device gpu7", "'gpu7'"),
-    ("kv --task riddle", "'riddle'"),
-    ("kv --task text:none.txt", "none.txt"),
     ("kv --context 9", "--context"),
-    ("kv --device gpu7", "'gpu7'"),
-    ("decode --task riddle", "'riddle'"),
-    ("decode --task text:none.txt", "none.txt"),
     ("decode --text none.txt", "none.txt"),
     ("decode --methods dense+streaming:window=0", "window"),
     ("decode --methods dense+omnikv", "'dense+omnikv'"),
     ("decode --json=missing/x.json", "missing"),
-    ("decode --device gpu7", "'gpu7'"),
     ("similarity --top-k 0", "--top-k"),
     ("similarity --top-k 400", "--top-k 400"),
     ("similarity --out text.txt", "text.txt"),
-    ("similarity --device gpu7", "'gpu7'"),
     ("heatmaps --length 32 --picture similarity", "--length"),
-    ("heatmaps --task text:none.txt", "none.txt"),
     ("heatmaps --out text.txt", "text.txt"),
-    ("heatmaps --device gpu7", "'gpu7'"),
     ("stream --stride 0", "--stride"),
     ("stream --out text.txt", "text.txt"),
-    ("stream --device gpu7", "'gpu7'"),
-    ("tasks --task text:none.txt", "none.txt"),
-    ("tasks --samples 0", "--samples"),
     ("bench --heads 0/1", "--heads"),
     ("bench --heads 5/2", "--heads"),
     ("bench --head-dims 0", "--head-dims"),
-    ("bench --device gpu7", "'gpu7'"),
     ("demo --out text.txt/x", "text.txt"),
 ]
 
@@ -302,14 +279,12 @@ def with_run(words: str) -> str:
     return f"{verb} {run} {more}"
 
 
-@pytest.mark.parametrize(("words", "says"), [row for row in WRONG if row[0] in OF_THE_MODEL])
+@pytest.mark.parametrize(("words", "says"), OF_THE_MODEL)
 def test_value_that_does_not_suit_the_model_is_named(words, says, refused):
     refused(says, with_run(words))
 
 
-@pytest.mark.parametrize(
-    ("words", "says"), [row for row in WRONG if row[0] not in OF_THE_MODEL] + WRONG_ALONE
-)
+@pytest.mark.parametrize(("words", "says"), WRONG)
 def test_wrong_value_is_found_before_the_model_is_loaded(words, says, refused):
     Path("a").mkdir()
     shutil.copy("text.txt", "a")

@@ -38,8 +38,6 @@ MODEL = FILES / "model.json"
 # Of a config.json that ModelOpt wrote into.
 KEY = "sparse_attention_config"
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
-
-
 # Options of an import of each format.
 OPTIONS = {
     "minference": {"config": MODEL},
@@ -355,8 +353,6 @@ def test_export_duo_does_not_overwrite_a_model_config(tmp_path):
 FIT = {"a": 5.5, "b": 7.0}
 FORMULA = "a * exp(b * target_sparsity)"
 COEFFICIENTS = {"coefficients": FIT}
-
-
 SPLIT = {"prefill": FIT, "decode": {"a": 0.2, "b": 9}}
 HALF = "0.5 of its tiles"
 
@@ -473,8 +469,6 @@ LARGE = [
     ("duo_attention", "0\t" * 5000 + "0\n", "line 1: more than 4096 layers or heads"),
     ("duo_attention", "0\n" * 5000, "line 4097: more than 4096 layers or heads"),
 ]
-
-
 TEXTS = [
     (
         format,
@@ -524,10 +518,7 @@ def test_convert_with_wrong_options_names_them(options, says, tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "says"),
-    [
-        (None, "say with --to what to write from it"),
-        ("duo_attention", "has no kv_cache section"),
-    ],
+    [(None, "say with --to what to write from it"), ("duo_attention", "has no kv_cache section")],
 )
 def test_export_without_its_section_is_refused(target, says, tmp_path):
     artifacts.save(build(), tmp_path / "cfg.yaml")

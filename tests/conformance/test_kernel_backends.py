@@ -244,8 +244,6 @@ def decode_op(server: str, case: decode_cases.Case) -> Callable[..., Decoded]:
 
 STEPS = decode_cases.SMALL | decode_cases.LARGE
 PROMPTS = decode_cases.PROMPTS | decode_cases.LONG_PROMPTS
-
-
 DECODE = decode_cases.CASES | decode_cases.ON_GPU
 
 

@@ -6,6 +6,7 @@ With dense prefill, only a streaming cache changes the attention of a prompt.
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -173,12 +174,12 @@ def test_methods_sizes_are_read_from_the_ledger(target_model, tmp_path, monkeypa
     names = ("headwise", "vertical_slash", "a_shape")
     first = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
 
-    # A second measurement fails.
-    monkeypatch.setattr("profiling.evaluation.methods.PatternCosts", None)
+    measured = mock.Mock(side_effect=RuntimeError("measured again"))
+    monkeypatch.setattr("profiling.evaluation.methods.PatternCosts", measured)
     again = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
     sizes = [(each.identity, each.density, each.sizes) for each in first]
     assert sizes == [(each.identity, each.density, each.sizes) for each in again]
     prefill = artifact.prefill.model_copy(update={"dense_tail": 200})
     other = artifact.model_copy(update={"prefill": prefill})
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+    with pytest.raises(RuntimeError, match="measured again"):
         Methods(loaded, other, ledger=ledger).make("a_shape", LENGTH)

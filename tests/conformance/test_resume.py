@@ -21,50 +21,24 @@ from headwise.__main__ import VERBS, main, parser_of
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
+from tests.conformance.test_commands import TYPED, files
 from tests.sampling import sampled
 from tests.search.conftest import by_head, tiny_model
 
-__all__ = ["by_head", "tiny_model"]
+__all__ = ["by_head", "files", "tiny_model"]
 
-SMALL = "--model MODEL --dtype float32"
-LIMITS = "--max-kl 99 --max-perplexity 99 --max-nll 99 --max-lost 1"
-# Of each command: a small run, and its result in the folder OUT.
+PAPER = "--model model --dtype float32 --out new.yaml --length 512 --budget 0.6 --no-picture"
+# Of each command: options besides those of its small run, and its result.
 RUNS = {
-    "search": (
-        f"{SMALL} --out OUT/new.yaml --length 512 --budget 0.8 --cost flops --no-picture "
-        f"--samples 1 --task passkey {LIMITS}",
-        "new.yaml",
-    ),
-    "search --preset paper": (
-        f"{SMALL} --out OUT/new.yaml --length 512 --budget 0.6 --task passkey --no-picture",
-        "new.yaml",
-    ),
-    "evaluate": (
-        f"CONFIG {SMALL} --out OUT --length 512 --task passkey --samples 2 --no-speed --no-memory "
-        "--methods dense headwise",
-        "evaluation.json",
-    ),
-    "filters": (
-        f"CONFIG {SMALL} --out OUT/new.yaml --length 256 --steps 2 --task passkey --filters 1 "
-        "--samples 1 --sparse 0.3",
-        "new.yaml",
-    ),
-    "kv": (
-        f"CONFIG {SMALL} --out OUT/new.yaml --length 256 --task passkey --forced 4 --samples 1 "
-        "--target-share 0.5",
-        "new.yaml",
-    ),
-    "decode": (
-        f"{SMALL} --methods dense+snapkv:budget=90,window=8 dense+streaming:window=28 --samples 1 "
-        "--length 256 --repeats 0 --json OUT/decode.json",
-        "decode.json",
-    ),
-    "stream": (
-        f"{SMALL} --out OUT --text TEXT --tokens 96 --block 32 --chunk 32 "
-        "--policy streaming:sinks=4,window=28 --recompute 32",
-        "stream.json",
-    ),
+    "search": ("", "new.yaml"),
+    "search --preset paper": ("", "new.yaml"),
+    "evaluate": ("--samples 2 --no-memory", "report/evaluation.json"),
+    "filters": ("", "new.yaml"),
+    "kv": ("", "new.yaml"),
+    "decode": ("--repeats 0 --json decode.json", "decode.json"),
+    "stream": ("--tokens 96 --block 32 --chunk 32", "stream/stream.json"),
 }
+SMALL = TYPED | {"search --preset paper": f"{PAPER} --task passkey"}
 # Commands that keep their resume file, so that methods can be added later.
 KEEPS_LEDGER = ("evaluate",)
 # Other settings than those of a command's run; jobs of other commands are named by their inputs.
@@ -91,21 +65,17 @@ def untimed(value: Any) -> Any:
 
 
 @pytest.fixture
-def command(tiny_model, by_head, tmp_path):
-    """command(verb, out, *more): run a verb into a folder of that name."""
-    text = tmp_path / "text.txt"
-    text.write_text("The clerk counted seven boats. " * 20)
-    places = {"MODEL": tiny_model, "CONFIG": by_head, "TEXT": text}
+def command(tiny_model, files, tmp_path, monkeypatch):
+    """command(verb, out, *more): run a verb in a folder of that name, with a copy of the files."""
 
     def run(verb, out, *more, model=tiny_model):
-        places["MODEL"] = model
-        words, name = RUNS[verb]
-        folder = tmp_path / out
-        folder.mkdir(exist_ok=True)
-        for place, path in {**places, "OUT": folder}.items():
-            words = words.replace(place, str(path))
-        assert main([*verb.split(), *words.split(), *more]) in (0, None)
-        return folder / name
+        if not (tmp_path / out).exists():
+            shutil.copytree(files, tmp_path / out, symlinks=True)
+        monkeypatch.chdir(tmp_path / out)
+        options, name = RUNS[verb]
+        words = f"{verb} {SMALL[verb]} {options}".split()
+        assert main([*words, "--model", str(model), *more]) in (0, None)
+        return tmp_path / out / name
 
     return run
 
@@ -159,7 +129,7 @@ def test_resume_repeats_no_finished_job_and_finds_the_same(
     assert result(command(verb, "resumed")) == whole
     assert f"{limit} jobs are finished" in capsys.readouterr().err
     assert sorted([*finished, *again]) == sorted(jobs)
-    assert bool(list((tmp_path / "resumed").glob("*.ledger"))) == (verb in KEEPS_LEDGER)
+    assert bool(list((tmp_path / "resumed").rglob("*.ledger"))) == (verb in KEEPS_LEDGER)
 
 
 @pytest.mark.slow
@@ -202,9 +172,7 @@ def test_command_ends_at_the_first_loss_that_is_no_number(verb, command, almost,
     element[1] = math.nan
     save_file(weights, almost / "model.safetensors", metadata={"format": "pt"})
     verb, *more = verb.split(" --text")
-    if more:
-        text = tmp_path / "text.txt"
-        more = f"--text {text}".split()
+    more = ["--text", "text.txt"] if more else []
     with pytest.raises(HeadwiseError, match=r"not finite in float32.*--dtype"):
         command(verb, "out", *more, model=almost)
     assert not (tmp_path / "out" / RUNS[verb][1]).exists()

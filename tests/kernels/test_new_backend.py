@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -132,19 +131,6 @@ def test_new_backend_is_registered_by_name_and_selected_by_auto(added):
     reason = "backend 'toy' cannot serve this call: it is a toy for the CPU, not for meta"
     with pytest.raises(ValueError, match=reason):
         decode_attention(*(x.to("meta") for x in (q[:, :, -1:], k, v)), backend="toy")
-
-
-@pytest.mark.parametrize(
-    ("name", "op"), [(name, op) for name, backend in BACKENDS.items() for op in backend.ops]
-)
-def test_op_backend_has_supports_and_run(name, op):
-    """Both take a call; other parameters of `run` have defaults."""
-    served = registry.implementation(op, name)
-    for function in (served.supports, served.run):
-        (first, *others) = inspect.signature(function).parameters.values()
-        assert first.name == "call"
-        assert not others or function is served.run
-        assert all(other.default is None for other in others)
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])

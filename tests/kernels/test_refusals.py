@@ -141,11 +141,10 @@ def decode_inputs(**change: Any) -> dict[str, Any]:
 
 ONES = torch.ones(2, dtype=torch.int32)
 PAGES = {"k": torch.ones(2, 8, 2, 16), "v": torch.ones(2, 8, 2, 8)}
+# Checks of q, k, v and the logits are those of attention.
 DECODE = [
-    ({"q": torch.ones(4, 3, 16)}, "got q 3-D, k 4-D, v 4-D"),
     ({"q": torch.ones(2, 4, 3, 8)}, r"q \(2, 4, 3, 8\), k \(2, 2, 40, 16\), v \(2, 2, 40, 8\)"),
     ({"q": torch.ones(3, 4, 3, 16)}, r"q \(3, 4, 3, 16\), k \(2, 2, 40, 16\), v \(2, 2, 40, 8\)"),
-    ({"q": torch.ones(2, 3, 3, 16)}, "3 query heads do not divide into 2 KV heads"),
     ({"q": torch.ones(2, 4, 0, 16)}, "decode takes 1 to 16 queries, got 0"),
     ({"q": torch.ones(2, 4, 17, 16)}, "decode takes 1 to 16 queries, got 17"),
     ({"q": torch.ones(2, 4, 17, 16), "scores": "max"}, "1 to 16 queries, got 17"),
@@ -154,16 +153,13 @@ DECODE = [
         "1 to 16 queries, got 17",
     ),
     ({"q": torch.ones(2, 4, 41, 16), "scores": "sum"}, "got 41 queries and 40 keys"),
-    ({"q": torch.ones(2, 4, 3, 16).half()}, "floating dtype, got torch.float16"),
     ({"k": torch.ones(2, 2, 0, 16), "v": torch.ones(2, 2, 0, 8)}, r"empty: k \(2, 2, 0, 16\)"),
-    ({"v": torch.ones(2, 2, 40, 0)}, "head dims must be positive, got 16 and 0"),
     ({"k": torch.ones(2, 2, 40, 16, device="meta")}, "must share a device, got cpu, meta"),
     ({"tokens": ONES[:, None].long()}, r"int32 \(2, C\) .*, got torch.int64 \(2, 1\)"),
     ({"tokens": torch.ones(2, 0, dtype=torch.int32)}, r"with C > 0, got torch.int32 \(2, 0\)"),
     ({"starts": torch.zeros(3, dtype=torch.int32)}, r"starts must be int32 \(2,\), got .* \(3,\)"),
     ({"ends": torch.zeros(2)}, "ends must be .*, got torch.float32"),
     ({"logits": Logits(window=3.5)}, "window must be an integer, got 3.5"),
-    ({"logits": Logits(scale=0.0)}, "scale must be a positive finite number, got 0.0"),
     ({"scores": "mean"}, "scores must be 'none', 'sum' or 'max', got 'mean'"),
     ({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, triton, cpu, reference"),
     ({"backend": "triton"}, "'triton' cannot serve this call: it serves tensors on a GPU, not on"),

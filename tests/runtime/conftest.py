@@ -13,7 +13,11 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 import artifacts
+from kernels.attention import cpu as attention_cpu
+from kernels.decode import cpu as decode_cpu
 from kernels.patterns import LayerPlan, make
+from kernels.reference import Attention, Decode
+from kernels.registry import CannotBuildError
 from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers
@@ -27,6 +31,12 @@ SPARSE = {
     "vs_70_70": artifacts.VerticalSlash(vertical=70, slash=70),
     "vs_10_130_q8": artifacts.VerticalSlash(vertical=10, slash=130, last_q=8),
     "bs_2": artifacts.BlockSparse(blocks=2),
+}
+POLICIES: dict[str, Any] = {
+    "full": artifacts.Full(),
+    "streaming": artifacts.Streaming(sinks=4, window=60),
+    "h2o": artifacts.H2O(heavy=32, recent=32),
+    "snapkv": artifacts.SnapKV(budget=64, window=16),
 }
 
 
@@ -144,7 +154,7 @@ def keeping(artifact_for):
                 next(iter(table)) if layer in full else None
                 for layer in range(artifact.model.num_layers)
             ]
-            table = table if any(rows) else {}
+        table = table if any(rows) else {}
         section = artifacts.KVCache(policies=table, layers=tuple(rows))
         return LoadedArtifact(artifacts.Artifact(**{**dict(artifact), "kv_cache": section}))
 
@@ -225,3 +235,19 @@ def warnings(caplog):
     """Return warnings(), which lists the runtime's messages."""
     caplog.set_level(logging.WARNING, logger="headwise")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "headwise"]
+
+
+@pytest.fixture
+def unbuildable(monkeypatch):
+    """No kernel can be built, and the reference must not serve."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise CannotBuildError("its kernel failed to build: RuntimeError: no assembler")
+
+    def refuses(call: Any) -> Any:
+        raise AssertionError("the reference served")
+
+    for module in (attention_cpu, decode_cpu):
+        monkeypatch.setattr(module, "run", fails)
+    for oracle in (Attention, Decode):
+        monkeypatch.setattr(oracle, "run", refuses)

@@ -300,13 +300,6 @@ def test_check_names_field_of_configuration_that_differs(family, changes, field,
         check(bare, build(family, **changes), weights=False)
 
 
-def test_apply_accepts_longer_max_position_embeddings(build, artifact_for, ids):
-    stretched = build(max_position_embeddings=4096)
-    with LoadedArtifact(artifact_for(build())).apply(stretched) as handle:
-        stretched(ids(200))
-        assert handle.stats() == {"sparse": 2, "dense": {}}
-
-
 def test_apply_rejects_unknown_backend_and_non_model(build, artifact_for):
     headwise = LoadedArtifact(artifact_for(build()))
     with pytest.raises(HeadwiseError, match=r"one of auto, .*, got 'warp'"):

@@ -17,6 +17,7 @@ from runtime import LoadedArtifact, apply_dense
 from runtime.layers import attention_layers, full_layers, layer_kinds
 from tests.runtime.batches import LAYOUTS, batch_inputs, fed, real_of
 from tests.runtime.omnikv import CLOSE, steps
+from tests.runtime.test_cut_queries import FAMILIES as SHARES
 from tests.runtime.tiny import (
     FAMILIES,
     HYBRID,
@@ -163,16 +164,20 @@ def test_sections_that_keep_all_tokens_change_nothing(
                 assert cache.layers[first].history.shape == (1, 3, 150)
 
 
+SHARED = r"^layer 2 \(\w+\) reads the keys and values of another layer: the {} section"
+
+
 @pytest.mark.parametrize(
     ("family", "section", "cause"),
     [
         ("DeepseekV3", "kv_cache", r"layer 0 \(\w+\) caches latents, not keys and values"),
         ("GptOss", "kv_cache", r"layer 0 \(\w+\) has learned attention sinks"),
         ("GptOss", "decode", r"has learned attention sinks: the decode section"),
+        *((family, name, SHARED) for family in SHARES for name in ("kv_cache", "decode")),
     ],
 )
 def test_apply_rejects_section_unsupported_by_layer(family, section, cause, build, artifact_for):
-    model = build(family)
+    model, cause = build(family, **SHARES.get(family, {})), cause.format(section)
     sections = whole(model, 1)
     headwise = LoadedArtifact(artifact_for(model).model_copy(update={section: sections[section]}))
     for ask in (headwise.apply, headwise.new_cache):

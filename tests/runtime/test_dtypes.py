@@ -1,10 +1,12 @@
-"""Serving uses the dtypes of its tensors.
+"""Serving uses the dtypes and devices of its tensors.
 
-Another default dtype changes nothing. Under autocast, queries, keys and values get one dtype.
+Another default dtype or device changes nothing. Under autocast, queries, keys and values get one
+dtype.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,7 @@ POLICIES: dict[str, Any] = {
     "h2o greedy": artifacts.H2O(heavy=90, recent=90, eviction="greedy"),
     "streaming": artifacts.Streaming(sinks=4, window=60),
     "streaming original": artifacts.Streaming(sinks=4, window=60, positions="original"),
-    "snapkv": artifacts.SnapKV(budget=60, window=16, pool=5),
+    "snapkv": artifacts.SnapKV(budget=120, window=16, pool=5),
 }
 # Layer 0 is dense, layer 1 selects, layer 2 reads the selection.
 LAYERS = {"num_hidden_layers": 3}
@@ -42,7 +44,7 @@ DECODE = artifacts.OmniKV(
 SECTIONS: dict[str, dict[str, Any]] = {
     "omnikv": {},
     "omnikv fraction": {"budget": 0.5, "selector": "exponential"},
-    "omnikv uniform": {"selector": "uniform"},
+    "omnikv uniform": {"selector": "uniform", "prefill_ratio": 0.1},
     "omnikv prefill": {"prefill_ratio": 0.5},
 }
 KINDS = {
@@ -52,6 +54,7 @@ KINDS = {
     "bs_covered": artifacts.BlockSparse(blocks=3, coverage=0.9),
 }
 DENSE = ("kernel", "auto", "model")
+HALF = torch.bfloat16
 
 
 @pytest.fixture
@@ -59,21 +62,19 @@ def loaded(artifact_for, keeping) -> Callable[[Any, str], LoadedArtifact]:
     """Return loaded(model, way): an artifact with a policy, a decode section or a pattern."""
 
     def loaded(model: Any, way: str) -> LoadedArtifact:
+        rows = [["a_64_64"] * 4] * model.config.num_hidden_layers
+        if way == "unlike heads":
+            table = {name: POLICIES[name] for name in ("snapkv", "h2o", "streaming", "full")}
+            return keeping(model, table, [("snapkv", "h2o"), ("streaming", "full")], rows)
         if way in POLICIES:
-            patterns = [["a_64_64"] * 4] * model.config.num_hidden_layers
-            return keeping(model, POLICIES[way], patterns=patterns)
+            return keeping(model, POLICIES[way], patterns=rows)
         if way in SECTIONS:
             section = artifacts.Decode(omnikv=DECODE.model_copy(update=SECTIONS[way]))
             artifact = artifact_for(model, dense=True, dense_below=64)
             return LoadedArtifact(artifact.model_copy(update={"decode": section}))
-        rows = (("it",) * 4,) * model.config.num_hidden_layers
+        # Rows keep their name for the pattern of this way.
         return LoadedArtifact(
-            artifact_for(model).model_copy(
-                update={
-                    "patterns": {"it": KINDS[way]},
-                    "prefill": artifacts.Prefill(dense_below=128, layers=rows),
-                }
-            )
+            artifact_for(model, rows=rows).model_copy(update={"patterns": {"a_64_64": KINDS[way]}})
         )
 
     return loaded
@@ -81,33 +82,37 @@ def loaded(artifact_for, keeping) -> Callable[[Any, str], LoadedArtifact]:
 
 @pytest.fixture
 def serve(loaded, ids) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """Return serve(...), which returns logits and stats() of a prompt and of tokens after it.
+    """Return serve(model, way, cache="own", backend="auto", offload="never").
 
-    Arguments: model, way, cache="own", batch=1, backend="auto", offload="never". `way` is a policy,
-    a decode section, a pattern, or a dense backend.
+    It returns the logits and stats() of padded prompts, of a chunk and a step after them, and of a
+    step of other beams on a copy. `way` is a policy, a decode section, a pattern, or a dense
+    backend.
     """
+    tokens, real = ids(M, batch=2), real_from(M, 60, 0)
+    beams = torch.tensor([1, 1]), torch.tensor([0, 3]), torch.ones_like(real)
 
-    def serve(model, way, cache="own", batch=1, backend="auto", offload="never"):
-        # Each chunk of a prompt selects from its past.
-        chunks = (N // 2, N // 2, 1) if way == "omnikv prefill" else (N, 1)
+    def serve(model, way, cache="own", backend="auto", offload="never"):
         if way in DENSE:
             handle = apply_dense(model, by=way)
         else:
             handle = loaded(model, way).apply(model, backend=backend)
-        tokens = ids(M, batch=batch)
         with handle:
             if cache == "none":
-                logits = model(tokens, use_cache=False).logits
+                logits = model(tokens, attention_mask=real, use_cache=False).logits
+                return logits[real > 0], handle.stats()
+            if cache == "own":
+                past = handle.new_cache(offload=offload)
             else:
-                if cache == "own":
-                    kv_cache = handle.new_cache(offload=offload)
-                else:
-                    kv_cache = DynamicCache(config=model.config)
-                real = real_from(M, *range(0, 40 * batch, 40)) if batch > 1 else None
-                logits = fed(model, tokens, chunks, kv_cache, attention_mask=real)
-                if real is not None:
-                    logits = logits[real.bool()]
-            return logits, handle.stats()
+                past = DynamicCache(config=model.config)
+            sizes, prompts = (160, N - 160, 1), real[:, :-1]
+            logits = fed(model, tokens[:, :-1], sizes, past, attention_mask=prompts)[prompts > 0]
+            past = copy.deepcopy(past)
+            order, rows, mask = beams
+            past.reorder_cache(order)
+            past.batch_repeat_interleave(2)
+            past.batch_select_indices(rows)
+            last = model(tokens[:, -1:], attention_mask=mask, past_key_values=past).logits[:, 0]
+            return torch.cat([logits, last]), handle.stats()
 
     return serve
 
@@ -116,21 +121,28 @@ def model_for(build: Any, way: str) -> Any:
     return build(**(LAYERS if way in SECTIONS else {}))
 
 
+META = torch.device("meta")
+SPARSELY = (*POLICIES, "unlike heads", *SECTIONS, *KINDS)
+
+
 # The reference kernels serve any dtype but are slow; dense serving has none of them.
 @pytest.mark.parametrize(
-    ("way", "backend", "dtype"),
+    ("way", "backend", "default", "offload"),
     [
-        *((way, "auto", torch.bfloat16) for way in (*POLICIES, *SECTIONS, *KINDS, *DENSE)),
-        *((way, "reference", torch.float64) for way in (*POLICIES, *SECTIONS, *KINDS)),
+        *((way, "auto", other, "never") for way in (*SPARSELY, *DENSE) for other in (HALF, META)),
+        *((way, "reference", torch.float64, "never") for way in SPARSELY),
+        *((way, "auto", META, "packed") for way in SECTIONS),
     ],
+    ids=str,
 )
-def test_serving_with_other_default_dtype_is_unchanged(way, backend, dtype, build, serve):
+def test_serving_with_other_default_is_unchanged(way, backend, default, offload, build, serve):
     model = model_for(build, way)
-    expected, counts = serve(model, way, backend=backend)
-    with default_dtype(dtype):
-        actual, stats = serve(model, way, backend=backend)
+    expected, counts = serve(model, way, backend=backend, offload=offload)
+    with default if default == META else default_dtype(default):
+        actual, stats = serve(model, way, backend=backend, offload=offload)
     assert stats == counts
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    most = 0 if default == META else 1e-4
+    torch.testing.assert_close(actual, expected, atol=most, rtol=most)
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
@@ -159,48 +171,27 @@ def assert_near(ids) -> Callable[..., None]:
     def assert_near(model: Any, actual: Tensor, expected: Tensor) -> None:
         tokens = ids(M)
         dense = model(tokens).logits
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", HALF):
             dense_error = error_of(model(tokens).logits, dense)
         assert 0 < error_of(actual, expected) < 1.5 * dense_error
 
     return assert_near
 
 
-@pytest.mark.parametrize("way", [*KINDS, *DENSE])
-def test_prefill_under_autocast_matches_no_autocast(way, build, serve, assert_near):
-    model = build(num_hidden_layers=1)
-    expected, counts = serve(model, way)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual, stats = serve(model, way)
-    assert stats == counts
-    assert_near(model, actual, expected)
-
-
-@pytest.mark.parametrize("cache", ["transformers", "none"])
-@pytest.mark.parametrize("way", ["a_64_64", *DENSE])
-def test_any_cache_under_autocast_matches_no_autocast(way, cache, build, serve, assert_near):
-    model = build(num_hidden_layers=1)
-    expected, counts = serve(model, way, cache)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual, stats = serve(model, way, cache)
-    assert stats == counts
-    assert_near(model, actual, expected)
-
-
 @pytest.mark.parametrize(
-    ("way", "batch", "offload"),
+    ("way", "how"),
     [
-        *((way, 3, "never") for way in (*POLICIES, *SECTIONS)),
-        *((way, 1, "packed") for way in SECTIONS),
+        *((way, {}) for way in SPARSELY + DENSE),
+        *((way, {"cache": name}) for way in ("a_64_64", *DENSE) for name in ("none", "plain")),
+        *((way, {"offload": "packed"}) for way in SECTIONS),
     ],
+    ids=str,
 )
-def test_headwise_caches_under_autocast_match_no_autocast(
-    way, batch, offload, build, serve, assert_near
-):
+def test_serving_under_autocast_matches_no_autocast(way, how, build, serve, assert_near):
     model = model_for(build, way)
-    expected, counts = serve(model, way, batch=batch, offload=offload)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual, stats = serve(model, way, batch=batch, offload=offload)
+    expected, counts = serve(model, way, **how)
+    with torch.autocast("cpu", HALF):
+        actual, stats = serve(model, way, **how)
     assert stats == counts
     assert_near(model, actual, expected)
 
@@ -215,7 +206,7 @@ def test_cache_continues_when_autocast_toggles(way, offload, build, loaded, ids,
         kv_cache, past = handle.new_cache(offload=offload), 0
         rows = []
         for size, cast in zip(parts, casts, strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            with torch.autocast("cpu", HALF, enabled=cast):
                 part = tokens[:, past : past + size]
                 rows.append(model(part, past_key_values=kv_cache).logits.float())
             past += size
@@ -248,7 +239,7 @@ def test_float64_model_under_autocast_stays_float64(build, loaded, ids):
     model = build().double()
     with loaded(model, "a_64_64").apply(model, backend="reference") as handle:
         expected = model(ids(N)).logits
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", HALF):
             assert torch.equal(model(ids(N)).logits, expected)
         assert handle.stats() == {"sparse": 4, "dense": {}}
 
@@ -272,7 +263,7 @@ def test_queries_widened_by_rotation_use_weight_dtype(way, build, serve, monkeyp
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 def test_in_one_dtype_under_autocast_is_autocasts_but_for_float64(wide):
     tensors = torch.randn(3, 2, dtype=wide).unbind()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", HALF):
         found = {x.dtype for x in in_one_dtype(*tensors)}
     assert found == {torch.bfloat16 if wide == torch.float32 else torch.float64}
     assert {x.dtype for x in in_one_dtype(*tensors)} == {wide}

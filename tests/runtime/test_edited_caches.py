@@ -16,6 +16,7 @@ import artifacts
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, memory_report
 from tests.runtime.batches import fed
+from tests.runtime.conftest import POLICIES
 from tests.runtime.omnikv import CLOSE, LAYERS, oracle
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -44,15 +45,7 @@ def edit_in_place(cache: Any) -> None:
         layer.keys[..., -1, :] = 0.5
         layer.values[:, :, 3:9].zero_()
         # Not equal: of tokens that are attended to alike any may be selected.
-        layer.keys[:, :, 20:30].copy_(layer.keys[:, :, 50:60] * 1.1)
-
-
-def zero_layer_one(cache: Any) -> None:
-    cache.layers[1].keys.zero_()
-
-
-def zero_sparse_layer(cache: Any) -> None:
-    cache.layers[5].values.mul_(3.0)
+        layer.keys[:, :, 20:25].copy_(layer.keys[:, :, 10:15] * 1.1)
 
 
 def widen(cache: Any) -> None:
@@ -101,21 +94,21 @@ def crop_and_edit(cache: Any) -> None:
     cache.layers[3].keys[:, :, :5] += 1.0
 
 
-EDITS: list[Callable[[Any], None]] = [
-    shorten,
-    shorten_values_first,
-    edit_in_place,
-    zero_layer_one,
-    zero_sparse_layer,
-    widen,
-    keep_first_sequence_twice,
-    replace_layers,
-    fill_from_elsewhere,
-    clear,
-    select_by_mask_and_from_the_end,
-    reorder_one_layer_on_the_device,
-    crop_and_edit,
-]
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "shorten": shorten,
+    "shorten the values first": shorten_values_first,
+    "edit in place": edit_in_place,
+    "zero layer 1": lambda cache: cache.layers[1].keys.zero_(),
+    "scale a sparse layer": lambda cache: cache.layers[5].values.mul_(3.0),
+    "widen": widen,
+    "keep the first sequence twice": keep_first_sequence_twice,
+    "replace layers": replace_layers,
+    "fill from elsewhere": fill_from_elsewhere,
+    "clear": clear,
+    "select by mask and from the end": select_by_mask_and_from_the_end,
+    "reorder a layer on the device": reorder_one_layer_on_the_device,
+    "crop and edit": crop_and_edit,
+}
 
 
 def continued(model: Any, cache: Any, tokens: Tensor) -> Tensor:
@@ -141,7 +134,7 @@ def on_both(
         return [use(handle.new_cache(offload=offload)), expected]
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("way", WAYS)
 def test_edited_cache_continues_like_dynamic_cache(way, edit, build, decoding, ids):
     section, offload = WAYS[way]
@@ -152,7 +145,7 @@ def test_edited_cache_continues_like_dynamic_cache(way, edit, build, decoding, i
 
     def use(cache: Any) -> Tensor:
         fed(model, ids(LENGTH, batch=2), (LENGTH,), cache)
-        edit(cache)
+        EDITS[edit](cache)
         out = continued(model, cache, tokens)
         lengths.append(cache.get_seq_length())
         return out
@@ -290,16 +283,10 @@ def test_resetting_one_banked_layer_keeps_the_others(build, decoding, ids):
     torch.testing.assert_close(*outs, **CLOSE)
 
 
-POLICIES = [
-    artifacts.Streaming(sinks=4, window=64),
-    artifacts.Streaming(sinks=0, window=64, positions="original"),
-    artifacts.H2O(heavy=32, recent=32),
-    artifacts.SnapKV(budget=64, window=8),
-    artifacts.Full(),
-]
+DROPPING = [*POLICIES.values(), artifacts.Streaming(sinks=0, window=64, positions="original")]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.kind)
+@pytest.mark.parametrize("policy", DROPPING, ids=lambda policy: policy.kind)
 def test_policy_layer_rejects_access_to_keys_and_values(policy, build, keeping, ids):
     model = build()
     with keeping(model, policy).apply(model) as handle:
@@ -342,9 +329,7 @@ def test_sliding_layers_of_a_decode_section_are_edited_like_dynamic_cache(build,
 
     def use(cache: Any) -> Tensor:
         fed(model, ids(LENGTH), (LENGTH,), cache)
-        for layer in cache.layers:
-            layer.keys[..., -1, :] = 0.5
-            layer.values[:, :, 3:9].zero_()
+        edit_in_place(cache)
         return continued(model, cache, ids(74, seed=1))
 
     torch.testing.assert_close(*on_both(model, loaded, "packed", use), **CLOSE)

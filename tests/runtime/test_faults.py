@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import artifacts
 from artifacts import HeadwiseError
 from kernels import registry
 from kernels.attention import cpu
 from kernels.decode import cpu as decode_cpu
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
-from kernels.reference import Attention, Decode
-from kernels.registry import CannotBuildError, build_failure, build_guard
+from kernels.reference import Attention
+from kernels.registry import build_failure, build_guard
 from runtime import apply_dense
 from tests.runtime.batches import fed
+from tests.runtime.conftest import POLICIES
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 # Kernel errors and the names that count them.
@@ -250,22 +250,6 @@ def test_chunk_by_selected_tokens_is_dense_if_no_kernel_builds(unbuilt, build, d
     assert unbuilt
 
 
-@pytest.fixture
-def unbuildable(monkeypatch):
-    """No kernel can be built, and the reference must not serve."""
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise CannotBuildError("its kernel failed to build: RuntimeError: no assembler")
-
-    def refuses(call: Any) -> Any:
-        raise AssertionError("the reference served")
-
-    for module in (cpu, decode_cpu):
-        monkeypatch.setattr(module, "run", fails)
-    for oracle in (Attention, Decode):
-        monkeypatch.setattr(oracle, "run", refuses)
-
-
 @pytest.mark.parametrize("offload", ["never", "packed"])
 @pytest.mark.parametrize("changes", [{"selector": "uniform"}, {"prefill_ratio": 0.5}], ids=str)
 def test_decode_section_without_kernels_is_dense(
@@ -286,18 +270,10 @@ def test_decode_section_without_kernels_is_dense(
         fed(model, tokens, (128, 128, 1), handle.new_cache(offload=offload))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        artifacts.H2O(heavy=32, recent=32),
-        artifacts.Streaming(sinks=4, window=64),
-        artifacts.SnapKV(budget=64, window=8),
-    ],
-    ids=lambda policy: policy.kind,
-)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "full"])
 def test_cache_that_drops_tokens_without_kernels_raises(policy, build, keeping, ids, unbuildable):
     model = build()
-    with keeping(model, policy).apply(model) as handle:
+    with keeping(model, POLICIES[policy]).apply(model) as handle:
         cache = handle.new_cache()
         for _ in range(2):
             with pytest.raises(HeadwiseError) as raised:
@@ -310,7 +286,7 @@ def test_cache_that_drops_tokens_without_kernels_raises(policy, build, keeping, 
         with pytest.raises(HeadwiseError, match="cannot serve this call: no fast kernel"):
             model(ids(1), past_key_values=handle.new_cache())
     with (
-        keeping(model, policy).apply(model, backend="cpu") as handle,
+        keeping(model, POLICIES[policy]).apply(model, backend="cpu") as handle,
         pytest.raises(HeadwiseError, match="'cpu' cannot serve this call: its kernel failed"),
     ):
         model(ids(150), past_key_values=handle.new_cache())

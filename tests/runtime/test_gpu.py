@@ -8,11 +8,11 @@ import copy
 import pytest
 import torch
 
-from artifacts import H2O, Full, SnapKV, Streaming
 from runtime import memory_report
 from runtime.caches.growing import BankedLayer
 from runtime.omnikv.copy_engine import CopyEngine
 from tests.runtime.batches import fed
+from tests.runtime.conftest import POLICIES
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 pytestmark = pytest.mark.gpu
@@ -108,19 +108,11 @@ def test_cache_bytes_match_cuda_allocator(offload, build, decoding):
     assert (held.bank == 0) == (offload == "never")
 
 
-POLICIES = {
-    "full": Full(),
-    "streaming": Streaming(sinks=4, window=40),
-    "h2o": H2O(heavy=20, recent=20),
-    "snapkv": SnapKV(budget=48, window=16, pool=3),
-}
-
-
 @pytest.mark.parametrize("sizes", [(1,), (70, 1), (64, 33, 1)])
 @pytest.mark.parametrize("name", [*POLICIES, "rolling"])
 def test_policies_on_gpu_match_cpu(name, sizes, build, keeping, ids):
     model, tokens = build("Gemma3" if name == "rolling" else "Llama"), ids(140, batch=2)
-    headwise = keeping(model, POLICIES.get(name, Full()))
+    headwise = keeping(model, POLICIES.get(name, POLICIES["full"]))
     actual = []
     for device in ("cpu", DEVICE):
         placed = copy.deepcopy(model).to(device)

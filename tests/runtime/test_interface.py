@@ -21,12 +21,17 @@ from artifacts import HeadwiseError
 from runtime import apply_dense
 
 
-def own(self, hidden_states, **options):
-    """Compute attention without the interface."""
-    q, k, v = (
+def projected(self, hidden_states):
+    """Return q, k and v (B, heads, Q, D)."""
+    return [
         layer(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         for layer in (self.q_proj, self.k_proj, self.v_proj)
-    )
+    ]
+
+
+def own(self, hidden_states, **options):
+    """Compute attention without the interface."""
+    q, k, v = projected(self, hidden_states)
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
@@ -54,10 +59,6 @@ def hooked(attention):
     add_hook_to_module(attention, ModelHook())
 
 
-def of_another_class(attention):
-    attention.__class__ = Subclass
-
-
 def named_like_the_former(attention):
     attention.forward = functools.wraps(attention.forward)(partial(own, attention))
 
@@ -78,7 +79,7 @@ BYPASSING = {
         attention, "forward", Kernel(attention).forward
     ),
     "hook around it": hooked,
-    "subclass": of_another_class,
+    "subclass": lambda attention: setattr(attention, "__class__", Subclass),
     "wraps": named_like_the_former,
 }
 
@@ -142,10 +143,7 @@ def helper(self, q, k, v, mask, options):
 
 def own_by_interface(attention):
     def forward(self, hidden_states, position_embeddings, attention_mask, **options):
-        q, k, v = (
-            layer(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = projected(self, hidden_states)
         q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
         out, weights = helper(self, q, k, v, attention_mask, {})
         return self.o_proj(out.flatten(2)), weights

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ def interrupted(*_: Any, **__: Any) -> Any:
     raise Interrupted
 
 
-@contextmanager
 def after_update(model: Any, cache: Any) -> Any:
     layer = cache.layers[2]
     update = layer.update
@@ -39,34 +37,25 @@ def after_update(model: Any, cache: Any) -> Any:
         update(*args, **kwargs)
         raise Interrupted
 
-    layer.update = updated
-    yield
-    del layer.update
+    return mock.patch.object(layer, "update", updated)
 
 
-@contextmanager
-def in_mlp(model: Any, cache: Any) -> Any:
-    with model.model.layers[2].mlp.register_forward_pre_hook(interrupted):
-        yield
+def before(module: Any) -> Any:
+    return module.register_forward_pre_hook(interrupted)
 
 
-@contextmanager
-def in_forward_hook(model: Any, cache: Any) -> Any:
-    with model.model.layers[2].self_attn.register_forward_hook(interrupted):
-        yield
+def after(module: Any) -> Any:
+    return module.register_forward_hook(interrupted)
 
 
-@contextmanager
-def before_sparse_layer(model: Any, cache: Any) -> Any:
-    with model.model.layers[3].self_attn.register_forward_pre_hook(interrupted):
-        yield
-
-
-@contextmanager
-def in_attention(model: Any, cache: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(omnikv, "decode_attention", interrupted)
-        yield
+# Where a step is interrupted: layer 2 filters for layer 3.
+PLACES: dict[str, Callable[[Any, Any], Any]] = {
+    "after the update": after_update,
+    "in the MLP": lambda model, _: before(model.model.layers[2].mlp),
+    "after attention": lambda model, _: after(model.model.layers[2].self_attn),
+    "before a sparse layer": lambda model, _: before(model.model.layers[3].self_attn),
+    "in attention": lambda model, _: mock.patch.object(omnikv, "decode_attention", interrupted),
+}
 
 
 def own_mask_and_plain_cache(model: Any, handle: Any, ids: Any) -> Any:
@@ -84,33 +73,20 @@ def own_mask_without_cache(model: Any, handle: Any, ids: Any) -> Any:
     return model(ids(200, seed=5), attention_mask=causal, use_cache=False).logits
 
 
-def plain_cache(model: Any, handle: Any, ids: Any) -> Any:
-    return fed(model, ids(LENGTH + 2, seed=5), (LENGTH, 1), DynamicCache(config=model.config))
-
-
-def no_cache(model: Any, handle: Any, ids: Any) -> Any:
-    return model(ids(LENGTH + 1, seed=5), use_cache=False).logits
-
-
-def new_cache(model: Any, handle: Any, ids: Any) -> Any:
-    cache = handle.new_cache(offload="packed")
+def steps(model: Any, ids: Any, cache: Any) -> Any:
     return fed(model, ids(LENGTH + 2, seed=5), (LENGTH, 1), cache)
 
 
 NEXT: list[Callable[..., Any]] = [
     own_mask_and_plain_cache,
     own_mask_without_cache,
-    plain_cache,
-    no_cache,
-    new_cache,
+    lambda model, handle, ids: steps(model, ids, DynamicCache(config=model.config)),
+    lambda model, handle, ids: model(ids(LENGTH + 1, seed=5), use_cache=False).logits,
+    lambda model, handle, ids: steps(model, ids, handle.new_cache(offload="packed")),
 ]
 
 
-@pytest.mark.parametrize(
-    "place",
-    [after_update, in_mlp, in_forward_hook, before_sparse_layer, in_attention],
-    ids=lambda place: place.__name__,
-)
+@pytest.mark.parametrize("place", PLACES)
 def test_next_forward_after_interrupted_step_is_unchanged(place, build, decoding, ids):
     model, other = build(**LAYERS), build(seed=1, **LAYERS)
     loaded = decoding(model, **SECTION)
@@ -120,11 +96,11 @@ def test_next_forward_after_interrupted_step_is_unchanged(place, build, decoding
             expected = [follow(each, applied, ids) for each, applied in pairs]
             cache = handle.new_cache(offload="packed")
             fed(model, ids(LENGTH), (LENGTH,), cache)
-            with place(model, cache), pytest.raises(Interrupted):
+            with PLACES[place](model, cache), pytest.raises(Interrupted):
                 model(ids(1), past_key_values=cache)
             assert (model.model.layers[2].self_attn._forward_hooks or None) is None
-            for (each, applied), before in zip(pairs, expected, strict=True):
-                torch.testing.assert_close(follow(each, applied, ids), before, atol=0, rtol=0)
+            for (each, applied), wanted in zip(pairs, expected, strict=True):
+                torch.testing.assert_close(follow(each, applied, ids), wanted, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("offload", ["never", "packed"])
@@ -159,21 +135,6 @@ def test_nested_forward_leaves_outer_one_unchanged(at, offload, build, decoding,
             actual = fed(model, tokens[:, LENGTH:], (1,), cache)
     assert nested
     torch.testing.assert_close(actual, expected[:, LENGTH:], **CLOSE)
-
-
-def test_threads_share_no_selection(build, decoding, ids):
-    model = build(**LAYERS)
-    texts = [ids(LENGTH + 6, seed=seed) for seed in range(4)]
-    with decoding(model, **SECTION).apply(model) as handle:
-        expected = [fed(model, text, (LENGTH, 1), handle.new_cache()) for text in texts]
-
-        def serve(text):
-            with torch.no_grad():
-                return fed(model, text, (LENGTH, 1), handle.new_cache())
-
-        with ThreadPoolExecutor(4) as pool:
-            actual = list(pool.map(serve, texts))
-    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_hooks_end_with_application_and_are_in_no_copy(build, decoding, ids):

@@ -99,11 +99,8 @@ def test_layer_kind_matches_model_mask(model_type):
             assert not torch.equal(masks[layer], causal), layer
 
 
-FULL = {"f": artifacts.Full()}
-
-
 def kv_cache(*rows: str | None) -> dict[str, Any]:
-    table = FULL if any(rows) else {}
+    table = {"f": artifacts.Full()} if any(rows) else {}
     return {"kv_cache": artifacts.KVCache(policies=table, layers=rows)}
 
 
@@ -112,86 +109,44 @@ def decode(*filters: int, dense: tuple[int, ...] = ()) -> dict[str, Any]:
     return {"decode": artifacts.Decode(omnikv=omnikv)}
 
 
+PATTERNS = {
+    "patterns": {"dense": artifacts.Dense()},
+    "prefill": artifacts.Prefill(dense_below=128, layers=(("dense",) * 4, None)),
+}
+UNNAMED, NAMED = kv_cache(None, None), kv_cache("f", "f")
+CHUNKED, SLIDES = "is of the type chunked_attention", "slides over a window already"
+EVERY = "the layer sees every token"
+# Sections for two layers, of which only the second sees every token.
+FAULTS = [
+    ("Llama4", PATTERNS, f"prefill.layers[0] must be null: the layer {CHUNKED}"),
+    ("Llama4", NAMED, f"kv_cache.layers[0] must be null: the layer {CHUNKED}"),
+    ("Llama4", decode(0), f"filter layer 0 {CHUNKED}: decode can filter in the layers 1"),
+    ("Llama4", decode(1, dense=(0,)), f"decode.omnikv.dense_layers must not name 0: it {CHUNKED}"),
+    ("Exaone4", UNNAMED, f"kv_cache.layers[1] must name a policy, such as full: {EVERY}"),
+    ("Exaone4", NAMED, f"kv_cache.layers[0] must be null: the layer {SLIDES}"),
+    ("Exaone4", decode(0), f"filter layer 0 {SLIDES}: decode can filter in the layers 1"),
+    ("Qwen3Next", PATTERNS, "prefill.layers[0] must be null: the layer has no attention here"),
+    ("Qwen3Next", NAMED, "kv_cache.layers[0] must be null: the layer has no attention here"),
+]
+
+
+@pytest.mark.parametrize(("family", "section", "fault"), FAULTS)
+def test_apply_rejects_section_for_layer_of_other_kind(family, section, fault, build, artifact_for):
+    assert_rejects(build(family), artifact_for, section, fault)
+
+
 @pytest.mark.parametrize(
-    ("family", "sizes", "rows", "section", "fault"),
-    [
-        (
-            "Llama4",
-            {},
-            [["dense"] * 4, None],
-            {},
-            "prefill.layers[0] must be null: the layer is of the type chunked_attention",
-        ),
-        (
-            "Llama4",
-            {},
-            [None, None],
-            kv_cache("f", "f"),
-            "kv_cache.layers[0] must be null: the layer is of the type chunked_attention",
-        ),
-        (
-            "Llama4",
-            {},
-            [None, None],
-            decode(0),
-            "filter layer 0 is of the type chunked_attention: decode can filter in the layers 1",
-        ),
-        (
-            "Llama4",
-            {},
-            [None, None],
-            decode(1, dense=(0,)),
-            "decode.omnikv.dense_layers must not name 0: it is of the type chunked_attention",
-        ),
-        (
-            "Exaone4",
-            {},
-            [None, None],
-            kv_cache(None, None),
-            "kv_cache.layers[1] must name a policy, such as full: the layer sees every token",
-        ),
-        (
-            "Exaone4",
-            {},
-            [None, None],
-            kv_cache("f", "f"),
-            "kv_cache.layers[0] must be null: the layer slides over a window already",
-        ),
-        (
-            "Qwen3Next",
-            {},
-            [["dense"] * 4, None],
-            {},
-            "prefill.layers[0] must be null: the layer has no attention here",
-        ),
-        (
-            "Qwen3Next",
-            {},
-            [None, None],
-            kv_cache("f", "f"),
-            "kv_cache.layers[0] must be null: the layer has no attention here",
-        ),
-        (
-            "Mistral",
-            {"sliding_window": 32},
-            [None, None],
-            decode(0),
-            "decode must be left out: no layer of this model sees every token",
-        ),
-        (
-            "Llama4",
-            {"layer_types": ["chunked_attention"] * 2},
-            [None, None],
-            decode(0),
-            "decode must be left out: no layer of this model sees every token",
-        ),
-    ],
+    ("family", "sizes"),
+    [("Mistral", {"sliding_window": 32}), ("Llama4", {"layer_types": ["chunked_attention"] * 2})],
 )
-def test_apply_rejects_section_for_layer_of_other_kind(
-    family, sizes, rows, section, fault, build, artifact_for
-):
-    model = build(family, **sizes)
-    artifact = artifact_for(model, rows=rows).model_copy(update=section)
-    with pytest.raises(HeadwiseError) as error:
-        LoadedArtifact(artifact).apply(model)
-    assert str(error.value) == fault
+def test_apply_rejects_decode_section_without_full_layers(family, sizes, build, artifact_for):
+    fault = "decode must be left out: no layer of this model sees every token"
+    assert_rejects(build(family, **sizes), artifact_for, decode(0), fault)
+
+
+def assert_rejects(model: Any, artifact_for: Any, section: dict[str, Any], fault: str) -> None:
+    headwise = LoadedArtifact(artifact_for(model, rows=[None, None]).model_copy(update=section))
+    for ask in (headwise.apply, headwise.new_cache):
+        with pytest.raises(HeadwiseError) as error:
+            ask(model)
+        assert str(error.value) == fault

@@ -27,21 +27,17 @@ def saved(build, artifact_for, tmp_path):
     model = build()
     artifact = artifact_for(model)
     patterns = {name: artifact.patterns[name] for name in (FAST, MIDDLE, EXACT)}
-    figures = [
-        (FAST, 1.0, 8.0, 0.3, 0.7),
-        (MIDDLE, 2.0, 4.0, 0.2, 0.95),
-        (EXACT, 4.0, 2.0, 0.1, 0.9),
-    ]
+    figures = [(FAST, 1.0, 0.3, 0.7), (MIDDLE, 2.0, 0.2, 0.95), (EXACT, 4.0, 0.1, 0.9)]
     points = tuple(
         Point(
             cost=cost,
-            speedup=speedup,
+            speedup=8.0 / cost,
             kl=kl,
             recall=recall,
             density=0.5,
             layers=None if name == MIDDLE else rows(model, name),
         )
-        for name, cost, speedup, kl, recall in figures
+        for name, cost, kl, recall in figures
     )
     front = Front(length=200, unit="flops", dense_cost=8.0, measured_on="held_out", points=points)
     cost = artifacts.SearchCost(unit="flops", device="any")
@@ -79,10 +75,7 @@ def test_load_with_point_uses_its_rows(saved, point, name):
         ("speedup=9", ["cfg.yaml", "meets speedup=9", "from 2 to 8"]),
         ("kl=0.05", ["meets kl=0.05", "from 0.1 to 0.3"]),
         ("recall=0.99", ["meets recall=0.99", "from 0.7 to 0.95"]),
-        (
-            "kl=0.1,recall=0.9",
-            ["point must be lost=X, speedup=X", "got 'kl=0.1,recall=0.9'"],
-        ),
+        ("kl=0.1,recall=0.9", ["point must be lost=X, speedup=X", "got 'kl=0.1,recall=0.9'"]),
         ("kl=-1.0", ["point must be", "got 'kl=-1.0'"]),
         ("kl=nan", ["point must be", "got 'kl=nan'"]),
         ("speedup=2x", ["point must be", "got 'speedup=2x'"]),

@@ -176,7 +176,7 @@ CUTS = {
 SLICES = [slice(-1, None), slice(-3, None), slice(2, 4), slice(0, 2), slice(1, None)]
 
 
-@pytest.mark.parametrize("queries", SLICES, ids=str)
+@pytest.mark.parametrize("queries", [slice(None), *SLICES], ids=str)
 @pytest.mark.parametrize("name", CUTS)
 def test_prefill_mask_sliced_by_queries_stays_prefill_mask(name, queries, call):
     mask, _ = call(**CUTS[name])
@@ -184,7 +184,14 @@ def test_prefill_mask_sliced_by_queries_stays_prefill_mask(name, queries, call):
     mask._made.clear()
     cut = mask[:, :, queries]
     assert isinstance(cut, PrefillMask) and not mask._made
-    assert torch.equal(cut.read(), true[:, :, queries])
+    for_dense = cut.for_dense()
+    if for_dense is None:
+        # sdpa's default: no mask, or causal from the first key.
+        q_len, k_len = cut.shape[2:]
+        seen = torch.ones(q_len, k_len, dtype=torch.bool)
+        for_dense = (seen.tril() if q_len > 1 else seen).expand(cut.shape)
+    for read in (for_dense, cut.read()):
+        assert torch.equal(read, true[:, :, queries])
     # The context's real queries match the mask, too.
     rows = torch.zeros(cut.shape, dtype=torch.bool)
     for row, q_start, q_len, k_start, k_len, _ in cut.context.sequences:
@@ -214,20 +221,6 @@ def test_prefill_mask_full_slice_returns_same_mask(name, call):
     for other in (mask[:, :, ::2], mask[:, :, :0], mask[..., 1:]):
         assert type(other) is torch.Tensor
     assert torch.equal(mask[:, :, ::2], true[:, :, ::2])
-
-
-@pytest.mark.parametrize("name", CUTS)
-@pytest.mark.parametrize("queries", [slice(None), *SLICES], ids=str)
-def test_prefill_mask_for_dense_attends_like_full_mask(name, queries, call):
-    """None means sdpa's default: no mask, or causal from the first key."""
-    mask = call(**CUTS[name])[0][:, :, queries]
-    for_dense, true = mask.for_dense(), mask.read()
-    if for_dense is not None:
-        assert torch.equal(for_dense, true)
-        return
-    q_len, k_len = mask.shape[2:]
-    seen = torch.ones(q_len, k_len, dtype=torch.bool)
-    assert torch.equal(true, (seen.tril() if q_len > 1 else seen)[None, None].expand(mask.shape))
 
 
 @settings(max_examples=25, deadline=None)

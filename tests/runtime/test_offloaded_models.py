@@ -16,14 +16,6 @@ STREAM = artifacts.Streaming(sinks=4, window=60, positions="cache")
 CPU = torch.device("cpu")
 
 
-def to_cpu(model, folder):
-    cpu_offload(model, execution_device=CPU, offload_buffers=True)
-
-
-def to_disk(model, folder):
-    disk_offload(model, str(folder), execution_device=CPU)
-
-
 def in_part(model, folder):
     places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     places |= {f"model.layers.{number}": "cpu" for number in range(len(model.model.layers))}
@@ -31,8 +23,15 @@ def in_part(model, folder):
     dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
+OFFLOADS = {
+    "to CPU": lambda model, _: cpu_offload(model, execution_device=CPU, offload_buffers=True),
+    "to disk": lambda model, folder: disk_offload(model, str(folder), execution_device=CPU),
+    "in part": in_part,
+}
+
+
 @pytest.mark.parametrize("section", ["patterns", "filters", "positions", "dense"])
-@pytest.mark.parametrize("offload", [to_cpu, to_disk, in_part], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("offload", OFFLOADS)
 def test_offloaded_model_equals_model_in_memory(
     offload, section, build, artifact_for, decoding, keeping, ids, tmp_path
 ):
@@ -46,19 +45,14 @@ def test_offloaded_model_equals_model_in_memory(
         with applied as handle:
             cache = handle.new_cache(offload="packed" if section == "filters" else "auto")
             options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-            output = model.generate(
-                ids(200),
-                past_key_values=cache,
-                output_logits=True,
-                return_dict_in_generate=True,
-                **options,
-            )
+            options |= {"output_logits": True, "return_dict_in_generate": True}
+            output = model.generate(ids(200), past_key_values=cache, **options)
             return torch.stack(output.logits), handle.stats()
 
     sizes = LAYERS if section == "filters" else {}
     expected = served(build(**sizes))
     model = build(**sizes)
-    offload(model, tmp_path)
+    OFFLOADS[offload](model, tmp_path)
     assert any(weight.is_meta for weight in model.parameters())
     assert execution_device(model) == CPU
     torch.testing.assert_close(served(model), expected)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import zipfile
 from typing import Any
 
@@ -17,9 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Cache,
-    GenerationConfig,
     PreTrainedTokenizerFast,
-    TextIteratorStreamer,
     pipeline,
 )
 from transformers.cache_utils import QuantizedLayer
@@ -202,33 +199,6 @@ def test_pipeline_with_mixed_length_batch_matches(build, apply, masked, ids, tok
         actual = generator(texts, batch_size=3, return_full_text=False, **OPTIONS)
         assert handle.stats()["sparse"] == 2
     assert [row[0]["generated_text"].strip() for row in actual] == expected
-
-
-def test_streamer_in_thread_yields_text(build, apply, masked, ids, tokenizer):
-    model, prompt = build(), ids(200)
-    with masked(model):
-        expected = tokenizer.decode(model.generate(prompt, **OPTIONS)[0, 200:])
-    with apply(model, strict=True) as handle:
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        cache = handle.new_cache()
-        kwargs = {"input_ids": prompt, "streamer": streamer, "past_key_values": cache, **OPTIONS}
-        thread = threading.Thread(target=model.generate, kwargs=kwargs)
-        thread.start()
-        parts = list(streamer)
-        thread.join()
-    assert "".join(parts) == expected and len(parts) > 3
-
-
-def test_continuous_batching_is_rejected_by_transformers(build, apply):
-    model = build()
-    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)
-    # The messages of the newest and the oldest transformers.
-    refusal = (
-        r'headwise is not supported for continuous batching|"paged\|headwise"` is not supported'
-    )
-    with apply(model), pytest.raises(ValueError, match=refusal):
-        model.generate_batch([[5, 6, 7]], progress_bar=False, generation_config=config)
-    assert model.config._attn_implementation == "sdpa"
 
 
 def saved(model, folder):

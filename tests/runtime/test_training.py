@@ -12,31 +12,17 @@ from transformers import DynamicCache
 import artifacts
 from artifacts import HeadwiseError
 from runtime import LoadedArtifact, apply_dense
+from tests.runtime.conftest import POLICIES
 from tests.runtime.omnikv import CLOSE, LAYERS
 
-POLICIES = {
-    "full": artifacts.Full(),
-    "streaming": artifacts.Streaming(sinks=4, window=60),
-    "h2o": artifacts.H2O(heavy=32, recent=32),
-    "snapkv": artifacts.SnapKV(budget=64, window=16),
-}
 
-
-def trains(model, options):
+def trains(model, reentrant):
     model.train()
-    model.gradient_checkpointing_enable(options)
-
-
-def checkpointed(model):
-    trains(model, {"use_reentrant": False})
-
-
-def reentrant(model):
-    trains(model, {"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
 def reentrant_with_attention_in_evaluation_mode(model):
-    trains(model, {"use_reentrant": True})
+    trains(model, reentrant=True)
     for layer in model.model.layers:
         layer.self_attn.eval()
 
@@ -49,14 +35,14 @@ def by_hand_in_evaluation_mode(model):
         layer.forward = partial(forward, original=layer.forward)
 
 
-WAYS = [
-    torch.nn.Module.train,
-    torch.nn.Module.eval,
-    checkpointed,
-    reentrant,
-    reentrant_with_attention_in_evaluation_mode,
-    by_hand_in_evaluation_mode,
-]
+WAYS = {
+    "train": torch.nn.Module.train,
+    "eval": torch.nn.Module.eval,
+    "checkpointed": partial(trains, reentrant=False),
+    "reentrant": partial(trains, reentrant=True),
+    "reentrant, attention in evaluation mode": reentrant_with_attention_in_evaluation_mode,
+    "by hand in evaluation mode": by_hand_in_evaluation_mode,
+}
 
 
 def gradients(model, *chunks, cache=None):
@@ -74,12 +60,12 @@ def gradients(model, *chunks, cache=None):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("applied", ["patterns", "filters", "dense"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS)
 def test_training_is_dense_and_gradients_match(
     way, applied, build, artifact_for, decoding, ids, warnings
 ):
     model, prompt = build(**LAYERS), ids(200)
-    way(model)
+    WAYS[way](model)
     expected = gradients(model, prompt)
     handle = {
         "patterns": lambda: LoadedArtifact(artifact_for(model)).apply(model, backend="reference"),

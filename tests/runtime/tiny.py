@@ -175,8 +175,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         ),
     },
 }
-
-
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import artifacts
 from artifacts import Full, HeadwiseError, Streaming
 from profiling.quality.method import Method
 from runtime import LoadedArtifact, apply_dense
-from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers, text_config
 from tests.runtime.batches import fed
 from tests.runtime.every_architecture import architectures, one_layer, tiny_causal
@@ -33,6 +31,8 @@ CAUSES = {
 # Rotations by rotated part and embedding.
 ROTATIONS = {
     "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {},
+    "gpt_neox": {},
     "stablelm": {"partial_rotary_factor": 0.25},
     "persimmon": {},
     "glm4": {},
@@ -50,21 +50,18 @@ READS_CACHE = {"mllama"}
 exhaustive = pytest.mark.exhaustive
 
 
-def keeping(model: Any, policy: Any) -> LoadedArtifact:
-    """Return one policy for all full-attention layers."""
-    modules = attention_layers(model)
-    free = modules.keys() - sliding_layers(modules)
-    count = text_config(model).num_hidden_layers
-    rows = tuple("it" if number in free else None for number in range(count))
-    return LoadedArtifact(
-        artifacts.Artifact(
-            model=fingerprint(model, name="tiny"),
-            search=None,
-            patterns={},
-            kv_cache=artifacts.KVCache(policies={"it": policy} if free else {}, layers=rows),
-            prefill=artifacts.Prefill(dense_below=1_000_000, layers=(None,) * count),
-        )
-    )
+@pytest.fixture
+def under(keeping):
+    """Return under(model, policy): an artifact with the policy for each layer without a window."""
+
+    def under(model: Any, policy: Any) -> LoadedArtifact:
+        modules = attention_layers(model)
+        free = modules.keys() - sliding_layers(modules)
+        numbers = range(text_config(model).num_hidden_layers)
+        rows = [("it" if number in free else None) for number in numbers]
+        return keeping(model, policy, rows, [None for _ in numbers])
+
+    return under
 
 
 def streamed(model: Any, tokens: Tensor, at: int) -> Tensor:
@@ -78,9 +75,9 @@ def streamed(model: Any, tokens: Tensor, at: int) -> Tensor:
     return model(tokens[:, [*first, *last]], use_cache=False).logits[0, -1]
 
 
-def assert_streams(model: Any, tokens: Tensor) -> None:
+def assert_streams(model: Any, tokens: Tensor, under: Any) -> None:
     """Assert that a model of one layer is served by STREAM, or is refused in one line."""
-    with keeping(model, STREAM).apply(model) as handle:
+    with under(model, STREAM).apply(model) as handle:
         for sizes in ((1,), (30, 5, 1)):
             actual = fed(model, tokens, sizes, handle.new_cache())[0]
             for at in (3, 10, 15, 16, 20, 34, 39, 43):
@@ -88,31 +85,31 @@ def assert_streams(model: Any, tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize("model_type", sorted(ROTATIONS.keys() & set(architectures())))
-def test_streaming_cache_positions_match_each_rotation(model_type, ids):
+def test_streaming_cache_positions_match_each_rotation(model_type, ids, under):
     model = one_layer(model_type, **ROTATIONS[model_type])
-    assert_streams(model, ids(44))
+    assert_streams(model, ids(44), under)
 
 
 @pytest.mark.parametrize(
     "model_type", ["llama", "phi", "glm4", "gemma4_text", "persimmon", "olmo3", "smollm3"]
 )
-def test_streaming_in_bfloat16_is_close_to_float32(model_type, ids):
+def test_streaming_in_bfloat16_is_close_to_float32(model_type, ids, under):
     model = one_layer(model_type).bfloat16()
-    with keeping(model, STREAM).apply(model) as handle:
+    with under(model, STREAM).apply(model) as handle:
         actual = fed(model, ids(44), (40, 1), handle.new_cache()).float()
     exact = one_layer(model_type)
-    with keeping(exact, STREAM).apply(exact) as handle:
+    with under(exact, STREAM).apply(exact) as handle:
         expected = fed(exact, ids(44), (40, 1), handle.new_cache())
     assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("model_type", sorted(CAUSES.keys() & set(architectures())))
-def test_new_cache_rejects_unsupported_model_before_prompt(model_type):
+def test_new_cache_rejects_unsupported_model_before_prompt(model_type, under):
     model = tiny_causal(model_type)
     former = model.config._attn_implementation
     with (
         pytest.raises(HeadwiseError, match=CAUSES[model_type]) as error,
-        keeping(model, Full()).apply(model) as handle,
+        under(model, Full()).apply(model) as handle,
     ):
         handle.new_cache()
     assert "\n" not in str(error.value)
@@ -155,7 +152,7 @@ def refused(error: HeadwiseError) -> bool:
 @pytest.mark.parametrize(
     "model_type", [each for each in architectures() if each not in UNLIKE_THEMSELVES]
 )
-def test_full_policy_matches_no_policy_or_is_rejected(model_type, ids):
+def test_full_policy_matches_no_policy_or_is_rejected(model_type, ids, under):
     tokens = ids(44)
     try:
         model = tiny_causal(model_type)
@@ -169,7 +166,7 @@ def test_full_policy_matches_no_policy_or_is_rejected(model_type, ids):
         why = error
     for policy in (Full(), Streaming(sinks=4, window=60, positions="original")):
         try:
-            with keeping(model, policy).apply(model) as handle:
+            with under(model, policy).apply(model) as handle:
                 cache = handle.new_cache()
                 if expected is None:
                     pytest.skip(str(why))
@@ -185,7 +182,7 @@ def test_full_policy_matches_no_policy_or_is_rejected(model_type, ids):
 @pytest.mark.parametrize(
     "model_type", [each for each in architectures() if each not in READS_CACHE]
 )
-def test_streaming_cache_positions_match_or_are_rejected(model_type, ids):
+def test_streaming_cache_positions_match_or_are_rejected(model_type, ids, under):
     try:
         model = one_layer(model_type)
         fed(model, ids(44), (40, 1))
@@ -194,6 +191,6 @@ def test_streaming_cache_positions_match_or_are_rejected(model_type, ids):
     try:
         if len(attention_layers(model)) > 1 or sliding_layers(attention_layers(model)):
             pytest.skip("more than one layer, or one that slides")
-        assert_streams(model, ids(44))
+        assert_streams(model, ids(44), under)
     except HeadwiseError as error:
         assert refused(error)

@@ -109,17 +109,6 @@ def test_mask_with_hole_in_past_is_rejected(build, keeping, ids):
         model(third, past_key_values=cache, attention_mask=selected)
 
 
-def test_mask_with_right_padding_is_accepted(build, keeping, ids):
-    model, tokens, more = build(), ids(20, batch=2), ids(5, batch=2, seed=3)
-    real = torch.ones(2, 25, dtype=torch.long)
-    real[0, 12:20] = 0
-    with keeping(model, STREAM).apply(model) as handle:
-        cache = handle.new_cache()
-        model(tokens, past_key_values=cache, attention_mask=real[:, :20])
-        model(more, past_key_values=cache, attention_mask=real)
-        assert sorted(policy.seen for policy in cache.layers[0].policies) == [(17,), (25,)]
-
-
 @pytest.mark.parametrize(
     "cache_class", [lambda config: StaticCache(config=config, max_cache_len=40), DynamicCache]
 )
@@ -134,14 +123,6 @@ def test_other_cache_warns_that_no_tokens_are_dropped(cache_class, build, keepin
     assert warnings() == [
         "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
     ]
-
-
-def test_policy_rows_apply_to_full_layers_only(build, keeping):
-    model = build("Gemma3")
-    with pytest.raises(HeadwiseError, match=r"layers\[0\] must be null: the layer slides"):
-        keeping(model, {"full": Full()}, rows=["full"] * 3).apply(model)
-    with pytest.raises(HeadwiseError, match=r"layers\[2\] must name a policy"):
-        keeping(model, {"full": Full()}, rows=[None, "full", None]).new_cache(model)
 
 
 def test_policy_rejects_layer_that_reads_shared_cache(build, keeping, ids, monkeypatch):

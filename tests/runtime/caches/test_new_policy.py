@@ -96,12 +96,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import artifacts
 from artifacts.schema.kv_cache import Edges
 from profiling.caches.parsing import CACHES
-from runtime import LoadedArtifact
 from runtime.fingerprint import fingerprint
 from runtime.vllm.policy_host import paged_policies
 from tests.additions import add
@@ -114,11 +112,10 @@ assert Path(artifacts.__file__).is_relative_to(Path(__file__).parent), artifacts
 # Of help texts and options.
 assert "edges" in CACHES.split(", ")
 
-# An artifact in a file, and a cache of transformers.
-model = tiny_model("Llama")
+# An artifact in a file, for vLLM. The suite has caches of transformers.
 layers = ("both", "both")
 artifact = artifacts.Artifact(
-    model=fingerprint(model, name="tiny"),
+    model=fingerprint(tiny_model("Llama"), name="tiny"),
     search=None,
     patterns={},
     prefill=artifacts.Prefill(dense_below=0, layers=(None, None)),
@@ -126,13 +123,6 @@ artifact = artifacts.Artifact(
 )
 artifacts.save(artifact, "cfg.yaml")
 loaded = artifacts.load("cfg.yaml")
-with LoadedArtifact(loaded).apply(model) as handle, torch.no_grad():
-    cache = handle.new_cache()
-    model(torch.arange(3, 43)[None], past_key_values=cache)
-    model(torch.tensor([[7]]), past_key_values=cache)
-assert [layer.mean_cached for layer in cache.layers] == [11, 11]
-
-# vLLM's side.
 (paged, _) = paged_policies(loaded).values()
 assert paged.selects and paged.pagings[0].gap(41, prompt=40) == (10, 40)
 

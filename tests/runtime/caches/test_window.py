@@ -1,54 +1,15 @@
-"""Windows: positions by the model's rotation, a paper's slot examples, and rolling buffers."""
+"""Windows: rotations that change with the length, and rolling buffers of sliding layers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from artifacts import Full, HeadwiseError, Streaming
-from kernels.logits import Logits
-from runtime import memory_report
-from runtime.caches.step import Step
-from runtime.caches.window import Window
-from tests.conformance.policy_definitions import defined
 from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE
 from tests.runtime.tiny import LONGROPE
-
-
-@pytest.mark.parametrize("family", ["Phi3", "GPTNeoX", "Glm4"])
-def test_cache_positions_match_model_rotation(family, build, keeping, ids):
-    more = {"head_dim": 64} if family == "Glm4" else {}
-    model, tokens = build(family, **more), ids(40)
-    if family == "GPTNeoX":
-        model.model = model.gpt_neox
-    policy = Streaming(sinks=4, window=12)
-    with defined(model, policy, (30, 1)):
-        expected = model(tokens, use_cache=False).logits
-    with keeping(model, policy).apply(model) as handle:
-        actual = fed(model, tokens, (30, 1), handle.new_cache())
-    torch.testing.assert_close(actual, expected, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("window", "chunks", "slots"),
-    [(3, [5], [3, 4, 2]), (3, [5, 5], [9, 7, 8]), (4, [10], [8, 9, 6, 7])],
-)
-def test_rolling_buffer_slot_is_position_mod_window(window, chunks, slots):
-    """Mistral 7B, section 2: the examples of its rolling buffer."""
-    policy = Window(0, window)
-    for k in torch.arange(float(sum(chunks))).split(chunks):
-        _attend(policy, k[None, None, :, None].expand(1, 1, len(k), 8).contiguous())
-    assert policy.keys is not None
-    assert policy.keys[0, 0, :, 0].tolist() == slots
-
-
-def _attend(policy: Window, k: Tensor) -> None:
-    step = Step(q=torch.randn_like(k), k=k, v=k, logits=Logits(scale=1.0), backend="reference")
-    policy.view(step)
-    policy.update(step, None)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +37,7 @@ def test_yarn_attention_factor_is_applied_once(build, keeping, ids):
     with keeping(model, Streaming(sinks=4, window=200)).apply(model) as handle:
         cache = handle.new_cache()
         torch.testing.assert_close(
-            fed(model, tokens, (19,), cache),
-            fed(model, tokens, (19,)),
-            **CLOSE,
+            fed(model, tokens, (19,), cache), fed(model, tokens, (19,)), **CLOSE
         )
 
 
@@ -106,17 +65,6 @@ def test_prompts_ending_in_earlier_chunk_continue(chunk, build, keeping, ids):
         expected = model(prompt[None], use_cache=False).logits[0, n:]
         torch.testing.assert_close(actual[row], expected, **CLOSE)
         assert torch.equal(actual[row].argmax(-1), expected.argmax(-1))
-
-
-def test_window_serves_sliding_layers_with_any_policy(build, keeping, ids):
-    model, tokens = build("Gemma3", sliding_window=W), ids(3 * W)
-    with keeping(model, Streaming(sinks=4, window=500)).apply(model) as handle:
-        cache = handle.new_cache()
-        actual = fed(model, tokens, (W + 1, 1), cache)
-        retained = [layer.cached for layer in memory_report(cache).layers]
-    # No token has left the wide window yet.
-    torch.testing.assert_close(actual, model(tokens, use_cache=False).logits, **CLOSE)
-    assert retained == [W, 3 * W, 3 * W]
 
 
 def test_sliding_layers_without_section_use_transformers_cache(build, apply, ids):

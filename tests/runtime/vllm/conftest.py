@@ -23,9 +23,11 @@ from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.reference import Attention
 from runtime.caches.paging import Paging
+from runtime.omnikv.select import Selector
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine, ServedLayer, number_of
+from runtime.vllm.filters import FilterDecode
 from runtime.vllm.forward import SparseImpl
 from runtime.vllm.step import split_kv
 
@@ -154,6 +156,26 @@ def ours(request):
 
 
 @pytest.fixture
+def silent_parent(monkeypatch):
+    """Have the parent's profiling run write zeros."""
+    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
+
+
+@pytest.fixture
+def index_builds(monkeypatch):
+    """Return the arguments (q, k, options) of each index that is built."""
+    calls: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+    build = LayerPlan.build
+
+    def record(self: LayerPlan, q: Tensor, k: Tensor, **options: Any) -> Any:
+        calls.append((q, k, options))
+        return build(self, q, k, **options)
+
+    monkeypatch.setattr(LayerPlan, "build", record)
+    return calls
+
+
+@pytest.fixture
 def stored():
     """dtype of an 8-bit cache, set by tests that use one."""
 
@@ -255,6 +277,20 @@ def put(
     else:
         interleaved(cache, *(x.view(torch.uint8) for x in eight), slots)
     return (key, value) if stored is None else (eight[0].float() * 0.5, eight[1].float() * 0.25)
+
+
+def profile(engine: Any, query: Tensor, output: Tensor) -> None:
+    """Run a layer as in vLLM's profiling run, which has neither keys nor pages."""
+    engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, output)
+
+
+def filter_by(engine: Any, layers: range, requests: int, **section: Any) -> artifacts.OmniKV:
+    """Serve the engine's layers by a decode section, and return it."""
+    omnikv = artifacts.OmniKV(**SECTION | section)
+    longest = engine.at_work.longest
+    selector = Selector(omnikv, layers)
+    engine.at_work.filter_decode = FilterDecode(selector, requests=requests, longest=longest)
+    return omnikv
 
 
 # Of a request: q (Q, H, D), k and v (K, G, D).

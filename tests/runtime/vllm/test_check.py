@@ -23,7 +23,6 @@ __all__ = ["front"]
 
 STREAM = artifacts.Streaming(sinks=4, window=60, positions="original")
 FULL = artifacts.Full()
-SNAPS = {"s": artifacts.SnapKV(budget=0.25), "t": artifacts.SnapKV(budget=1024)}
 
 
 def kv_section(policies: dict[str, Any], *layers: Any) -> dict[str, Any]:
@@ -64,78 +63,76 @@ def test_options_reject_invalid_values(value, field):
 
 @pytest.fixture
 def check(build, artifact_for, tmp_path, capsys):
-    """Return check(**sections, size=1): the command's status and text for a tiny model of six
-    layers with two KV heads."""
+    """Return check(**sections, size=1, model=, rows=None): the command's status and lines.
 
-    def check(size=1, **sections):
-        model = build(num_hidden_layers=6)
+    The model is a tiny one of six layers with two KV heads if none is given.
+    """
+
+    def check(size=1, model=None, rows=None, **sections):
+        model = model or build(num_hidden_layers=6)
         model.save_pretrained(tmp_path / "model")
-        artifact = artifact_for(model).model_copy(update=sections)
+        artifact = artifact_for(model, rows=rows).model_copy(update=sections)
         artifacts.save(artifact, tmp_path / "cfg.yaml")
         words = [str(tmp_path / "cfg.yaml"), "--model", str(tmp_path / "model")]
         status = main(["check", *words, "--tensor-parallel-size", str(size)])
-        return status, capsys.readouterr().out
+        return status, capsys.readouterr().out.splitlines()
 
     return check
 
 
-@pytest.mark.parametrize(
-    ("sections", "size", "reasons"),
-    [
-        (kv_section({"h": artifacts.H2O()}, "h"), 1, ["kv_cache.policies.h is h2o"]),
-        (
-            kv_section({"c": artifacts.Streaming()}, "c"),
-            1,
-            ["kv_cache.policies.c is streaming: positions is 'cache'"],
-        ),
-        (kv_section({"c": STREAM}, "f", ("f", "c")), 1, ["kv_cache.layers[1] differs by head"]),
-        (
-            decoding(selector="uniform", prefill_ratio=2.0),
-            1,
-            ["selector must be 'last' in vLLM, got 'uniform'", "prefill_ratio must be null"],
-        ),
-        (decoding(), 8, ["must be at most 2 (KV heads) with a decode section, got 8"]),
-        ({}, 3, ["KV heads do not divide among 3 processes"]),
-    ],
-)
+MISFITS = [
+    (kv_section({"h": artifacts.H2O()}, "h"), 1, ["kv_cache.policies.h is h2o"]),
+    (
+        kv_section({"c": artifacts.Streaming()}, "c"),
+        1,
+        ["kv_cache.policies.c is streaming: positions is 'cache'"],
+    ),
+    (kv_section({"c": STREAM}, "f", ("f", "c")), 1, ["kv_cache.layers[1] differs by head"]),
+    (
+        decoding(selector="uniform", prefill_ratio=2.0),
+        1,
+        ["selector must be 'last' in vLLM, got 'uniform'", "prefill_ratio must be null"],
+    ),
+    (decoding(), 8, ["must be at most 2 (KV heads) with a decode section, got 8"]),
+    ({}, 3, ["KV heads do not divide among 3 processes"]),
+]
+
+
+@pytest.mark.parametrize(("sections", "size", "reasons"), MISFITS)
 def test_check_names_each_misfit(sections, size, reasons, check):
-    status, text = check(size, **sections)
+    status, lines = check(size, **sections)
     assert status == 3
-    lines = [line for line in text.splitlines() if line.startswith("no: ")]
     for reason in reasons:
-        assert any(reason in line for line in lines)
+        assert any(line.startswith("no: ") and reason in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("sections", "lines"),
-    [
-        (decoding(), ["decode: layers 3, 5 read what layers 2, 4 choose"]),
-        (
-            kv_section({"c": STREAM} | SNAPS, "c", "c", "s", ("s", "t")),
-            [
-                "layers 0-1 keep 4 first and 60 last tokens",
-                "layers 2 keep 25% of each prompt, as its last queries choose",
-                "layers 3 keep 25% or 1024 tokens of each prompt, as its last queries choose",
-            ],
-        ),
-    ],
-    ids=["decode", "kv_cache"],
-)
-def test_check_describes_layers(sections, lines, check):
-    status, text = check(**sections)
-    assert status == 0 and set(lines) <= set(text.splitlines())
+SNAPS = {"s": artifacts.SnapKV(budget=0.25), "t": artifacts.SnapKV(budget=1024)}
+CHOOSE = "of each prompt, as its last queries choose"
+DESCRIBED = [
+    (decoding(), {"decode: layers 3, 5 read what layers 2, 4 choose"}),
+    (
+        kv_section({"c": STREAM} | SNAPS, "c", "c", "s", ("s", "t")),
+        {
+            "layers 0-1 keep 4 first and 60 last tokens",
+            f"layers 2 keep 25% {CHOOSE}",
+            f"layers 3 keep 25% or 1024 tokens {CHOOSE}",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "expected"), DESCRIBED, ids=["decode", "kv_cache"])
+def test_check_describes_layers(sections, expected, check):
+    status, lines = check(**sections)
+    assert status == 0 and expected <= set(lines)
 
 
 @pytest.mark.parametrize(
     ("package", "gpu", "words"),
     [
-        ("vllm", True, ["vllm", "serve", "MODEL", "--attention-backend", "CUSTOM"]),
-        ("vllm", False, ["vllm", "serve", "MODEL"]),
-        (
-            "vllm_cpu",
-            False,
-            ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "MODEL"],
-        ),
+        ("vllm", True, "vllm serve MODEL --attention-backend CUSTOM"),
+        ("vllm", False, "vllm serve MODEL"),
+        ("vllm_cpu", False, "python -m vllm.entrypoints.openai.api_server --model MODEL"),
     ],
 )
 def test_check_command_serves_artifact(package, gpu, words, check, tmp_path, monkeypatch):
@@ -145,15 +142,11 @@ def test_check_command_serves_artifact(package, gpu, words, check, tmp_path, mon
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    status, text = check(2)
-    assert status == 0 and text.startswith("ok: ")
-    *actual, flag, options = shlex.split(text.splitlines()[-1])
-    model = str(tmp_path / "model")
-    assert flag == "--additional-config"
-    assert actual == [model if word == "MODEL" else word for word in words] + [
-        "--tensor-parallel-size",
-        "2",
-    ]
+    status, lines = check(2)
+    assert status == 0 and lines[0].startswith("ok: ")
+    words = words.replace("MODEL", str(tmp_path / "model"))
+    *actual, options = shlex.split(lines[-1])
+    assert actual == [*words.split(), "--tensor-parallel-size", "2", "--additional-config"]
     served = options_of(json.loads(options))
     assert served is not None
     assert served.load().artifact == artifacts.load(tmp_path / "cfg.yaml")
@@ -187,50 +180,19 @@ def test_vllm_is_installed():
     pytest.importorskip("vllm", reason="not installed here: `.ci/vllm` runs tests/vllm")
 
 
-HYBRID = {"num_hidden_layers": 4, "head_dim": 64, **SHARED, **LINEAR}
-HYBRID |= {"layer_types": ["linear_attention", "full_attention"] * 2}
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "section", "reason"),
-    [
-        ("Qwen3Next", HYBRID, {}, None),
-        (
-            "Qwen3Next",
-            HYBRID,
-            {"decode": artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(2,)))},
-            "filter layer 2 is of the type linear_attention: decode can filter in the layers 1, 3",
-        ),
-        (
-            "Qwen3Next",
-            HYBRID,
-            {"kv_cache": artifacts.KVCache(policies={"f": FULL}, layers=("f", "f", None, "f"))},
-            "kv_cache.layers[0] must be null: the layer is of the type linear_attention",
-        ),
-        (
-            "Mistral",
-            {"sliding_window": 64, "head_dim": 64},
-            {"decode": artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(0,)))},
-            "decode must be left out: no layer of this model sees every token",
-        ),
-    ],
-)
-def test_check_names_layers_without_full_attention(
-    family, sizes, section, reason, build, artifact_for, tmp_path, capsys
-):
-    model = build(family, **sizes)
-    model.save_pretrained(tmp_path / "model")
-    if family == "Mistral":
-        rows = [None] * 2
-    else:
-        rows = None
-    artifact = artifact_for(model, rows=rows).model_copy(update=section)
-    artifacts.save(artifact, tmp_path / "cfg.yaml")
-    status = main(["check", str(tmp_path / "cfg.yaml"), "--model", str(tmp_path / "model")])
-    lines = capsys.readouterr().out.splitlines()
-    if reason is None:
-        assert status == 0
-        assert "layers 1, 3 sparse" in lines
-        assert "layers 0, 2 dense: it is of the type linear_attention" in lines
-    else:
-        assert status == 3 and f"no: {reason}" in lines
+def test_check_names_layers_without_full_attention(check, build):
+    linear = {"layer_types": ["linear_attention", "full_attention"] * 2}
+    hybrid = build("Qwen3Next", num_hidden_layers=4, head_dim=64, **SHARED, **LINEAR | linear)
+    status, lines = check(model=hybrid)
+    assert status == 0 and "layers 1, 3 sparse" in lines
+    assert "layers 0, 2 dense: it is of the type linear_attention" in lines
+    status, lines = check(
+        model=hybrid, decode=artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(2,)))
+    )
+    cause = "filter layer 2 is of the type linear_attention: decode can filter in the layers 1, 3"
+    assert status == 3 and f"no: {cause}" in lines
+    sliding = build("Mistral", sliding_window=64, head_dim=64)
+    section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(0,)))
+    status, lines = check(model=sliding, rows=[None] * 2, decode=section)
+    assert status == 3
+    assert "no: decode must be left out: no layer of this model sees every token" in lines

@@ -20,15 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 import artifacts
 from kernels.decode import MAX_QUERIES
-from runtime.omnikv.select import Selector
+from runtime.vllm import step
 from runtime.vllm.batch import KEY
 from runtime.vllm.counters import Counters
-from runtime.vllm.filters import FilterDecode
 from runtime.vllm.step import write_kv
 from tests.runtime.vllm.conftest import (
     CLOSE,
     PAGE,
-    SECTION,
     Common,
     D,
     G,
@@ -36,6 +34,7 @@ from tests.runtime.vllm.conftest import (
     Parent,
     by_selection,
     common_of,
+    filter_by,
     interleaved,
     select_tokens,
     slots_of,
@@ -159,9 +158,7 @@ def count(section: artifacts.OmniKV, length: int) -> int:
 @pytest.fixture(params=[{"budget": 40}, {"budget": 0.2}], ids=["tokens", "fraction"])
 def section(request, engine):
     """Install a decode section in `engine`, whose builder captures like vLLM's."""
-    section = artifacts.OmniKV(**SECTION, window=1, **request.param)
-    selector = Selector(section, range(4))
-    engine.at_work.filter_decode = FilterDecode(selector, requests=REQUESTS, longest=LONGEST)
+    section = filter_by(engine, range(4), REQUESTS, window=1, **request.param)
     engine.serve_by(plan=None)
     return section
 
@@ -183,6 +180,14 @@ def captured(engine: Any, buffers: Buffers) -> Tape:
 def test_captured_step_replays_for_any_requests(engine, section, parts, monkeypatch):
     if parts:
         monkeypatch.setattr("runtime.vllm.filters._SCORES", 2 * 4 * LONGEST * (H + 4 * G))
+    assert_replays(engine, section)
+
+
+def test_captured_step_over_all_keys_replays_for_any_requests(engine):
+    assert_replays(engine, None)
+
+
+def assert_replays(engine: Any, section: artifacts.OmniKV | None) -> None:
     buffers = Buffers(engine)
     tape = captured(engine, buffers)
     for lengths in (*STEPS, STEPS[0]):
@@ -190,16 +195,6 @@ def test_captured_step_replays_for_any_requests(engine, section, parts, monkeypa
         buffers.output.fill_(float("nan"))
         tape.replay()
         buffers.check(section, lengths)
-
-
-def test_captured_step_over_all_keys_replays_for_any_requests(engine):
-    buffers = Buffers(engine)
-    tape = captured(engine, buffers)
-    for lengths in STEPS:
-        buffers.fill(lengths)
-        buffers.output.fill_(float("nan"))
-        tape.replay()
-        buffers.check(None, lengths)
 
 
 def test_step_reads_nothing_from_device(engine, section):
@@ -225,8 +220,6 @@ def test_step_reads_nothing_from_device(engine, section):
 
 
 def test_profiling_run_allocates_memory_of_a_step(engine, section, monkeypatch):
-    import runtime.vllm.step as step
-
     scored: list[Any] = []
     attend = step.decode_attention
 

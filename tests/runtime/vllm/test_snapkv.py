@@ -12,6 +12,7 @@ import artifacts
 from runtime.attention.chunk import Chunk
 from runtime.caches.paging import Paging
 from runtime.caches.snapkv import SnapKV
+from runtime.vllm import policy_host
 from runtime.vllm.policy_host import PagedPolicy
 from tests.runtime.vllm.conftest import (
     CLOSE,
@@ -21,10 +22,10 @@ from tests.runtime.vllm.conftest import (
     D,
     G,
     H,
-    Parent,
     by_selection,
     common_of,
     poisoned,
+    profile,
     put,
     slots_of,
     weights_of,
@@ -143,10 +144,8 @@ def test_snapkv_retained_tokens_and_outputs_match_reference(engine, pagings, cut
 
 
 def test_snapkv_windows_of_aborted_requests_are_freed():
-    snap, q = (
-        PagedPolicy((paging(1024, window=16, pool=7),), prompts=2),
-        torch.randn(1, H, 20, D),
-    )
+    snap = PagedPolicy((paging(1024, window=16, pool=7),), prompts=2)
+    q = torch.randn(1, H, 20, D)
     for page in range(5):
         assert snap.last_queries(page, Chunk(0, 0, 20, 0, 20, 30), q) is None
     # Only the last two pages still have their windows.
@@ -159,9 +158,8 @@ def test_snapkv_windows_of_aborted_requests_are_freed():
     assert again is not None and torch.equal(again, q[:, :, :12])
 
 
+@pytest.mark.usefixtures("silent_parent")
 def test_profiling_run_moves_longest_prompt(engine, monkeypatch):
-    from runtime.vllm import policy_host
-
     copied: list[torch.Size] = []
     gathered = policy_host.gathered
 
@@ -171,8 +169,6 @@ def test_profiling_run_moves_longest_prompt(engine, monkeypatch):
         return rows
 
     monkeypatch.setattr(policy_host, "gathered", record)
-    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
     engine.serve_by(policy=PagedPolicy((A, B)), plan=None)
-    query = torch.randn(10, H, D)
-    engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query))
+    profile(engine, *torch.randn(2, 10, H, D))
     assert copied == [(1, G, engine.at_work.longest, D)] * 2

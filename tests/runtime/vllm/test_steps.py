@@ -19,11 +19,9 @@ from kernels.decode import MAX_QUERIES
 from kernels.patterns import LayerPlan, make
 from runtime.caches.paging import Paging
 from runtime.caches.snapkv import SnapKV
-from runtime.omnikv.select import Selector
 from runtime.vllm.batch import prefills_of, requests_of
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import ServedLayer
-from runtime.vllm.filters import FilterDecode
 from runtime.vllm.policy_host import PagedPolicy
 from runtime.vllm.step import quantised, split_kv, write_kv
 from tests.runtime.vllm.conftest import (
@@ -31,7 +29,6 @@ from tests.runtime.vllm.conftest import (
     EIGHT,
     LAYER,
     PAGE,
-    SECTION,
     Common,
     D,
     G,
@@ -40,7 +37,9 @@ from tests.runtime.vllm.conftest import (
     PlainEngine,
     by_plan,
     by_selection,
+    filter_by,
     poisoned,
+    profile,
     put,
     select_tokens,
     serve,
@@ -152,9 +151,7 @@ def test_streaming_layers_match_reference(engine, sinks, window):
 
 @stored_as
 def test_layers_read_tokens_selected_by_filter_layers(engine):
-    section = artifacts.OmniKV(**SECTION, budget=40, window=1)
-    selector = Selector(section, range(4))
-    engine.at_work.filter_decode = FilterDecode(selector, requests=4, longest=512)
+    section = filter_by(engine, range(4), requests=4, budget=40, window=1)
     # Decode, short and long; a prefill; drafts of two lengths to verify.
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
     metadata = engine.builder.build(0, common)
@@ -177,8 +174,7 @@ def test_layers_read_tokens_selected_by_filter_layers(engine):
 
 
 def test_filter_layer_failure_makes_other_layers_dense(engine):
-    selector = Selector(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2))
-    engine.at_work.filter_decode = FilterDecode(selector, requests=1, longest=512)
+    filter_by(engine, range(1, 3), requests=1, budget=40, window=1)
     (out,), (inputs,), _ = serve(engine, step((1, 300)), number=2)
     torch.testing.assert_close(out, by_selection(inputs), **CLOSE)
     assert engine.at_work.counters.report()["fallbacks"] == {
@@ -255,7 +251,7 @@ def test_non_causal_step_uses_parent_or_is_rejected(engine, change):
         assert not hasattr(engine.builder.build(0, common), "headwise")
 
 
-def test_chunk_index_is_built_from_pages(engine, monkeypatch):
+def test_chunk_index_is_built_from_pages(engine, index_builds):
     patterns = [
         make("vertical_slash", vertical=70, slash=70),
         make("block_sparse", blocks=2),
@@ -263,38 +259,23 @@ def test_chunk_index_is_built_from_pages(engine, monkeypatch):
         make("a_shape", sink=64, window=64),
     ]
     engine.serve_by(plan=LayerPlan(patterns, G))
-    seen: list[tuple[Tensor, Any]] = []
-    build = LayerPlan.build
-
-    def record(self, q, k, **kwargs):
-        seen.append((k, kwargs))
-        return build(self, q, k, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LayerPlan, "build", record)
-        (out,), (inputs,), _ = serve(engine, step((100, 300)))
+    (out,), (inputs,), _ = serve(engine, step((100, 300)))
+    ((_, held, options),) = index_builds
     torch.testing.assert_close(out, by_plan(patterns, inputs), **CLOSE)
-    ((held, options),) = seen
     assert held.shape[1:] == (PAGE, G, D) and not held.is_contiguous()
     assert options["k_len"] == 300 and options["block_table"].shape == (1, -(-300 // PAGE))
 
 
 @pytest.mark.parametrize(("longest", "wanted"), [(512, [(200, 512)]), (100, [])])
-def test_profiling_run_builds_index_of_longest_prompt(engine, monkeypatch, longest, wanted):
+@pytest.mark.usefixtures("silent_parent")
+def test_profiling_run_builds_index_of_longest_prompt(engine, longest, wanted, index_builds):
     engine.at_work.longest = longest
-    built: list[tuple[int, int]] = []
-    build = LayerPlan.build
-
-    def record(self, q, k, **kwargs):
-        built.append((q.shape[2], kwargs["k_len"]))
-        return build(self, q, k, **kwargs)
-
-    monkeypatch.setattr(LayerPlan, "build", record)
-    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
-    query, output = torch.randn(200, H, D).to(EIGHT), torch.ones(200, H, D)
-    engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, output)
+    output = torch.ones(200, H, D)
+    profile(engine, torch.randn(200, H, D).to(EIGHT), output)
+    assert not output.any()
+    built = [(q.shape[2], options["k_len"]) for q, _, options in index_builds]
     # Two launches on one page show whether the kernels can be built.
-    assert built == [(64, 64)] * 2 + wanted and not output.any()
+    assert built == [(64, 64)] * 2 + wanted
 
 
 class Operations(TorchDispatchMode):
@@ -385,10 +366,8 @@ def layer_that_selects(engine: Any) -> Common:
 
 
 def filter_layer(engine: Any, requests: int = 8) -> Common:
-    section = artifacts.OmniKV(filter_layers=(0,), dense_layers=(), selector="last", budget=40)
-    engine.at_work.filter_decode = FilterDecode(
-        Selector(section, range(2)), requests=requests, longest=1024
-    )
+    engine.at_work.longest = 1024
+    filter_by(engine, range(2), requests, filter_layers=(0,), dense_layers=(), budget=40)
     engine.serve_by(plan=None)
     return step(*[(1, 1024)] * requests)
 
@@ -408,20 +387,14 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-def test_largest_step_allocates_no_more_than_profiling_run(engine, layer, monkeypatch):
+@pytest.mark.usefixtures("silent_parent")
+def test_largest_step_allocates_no_more_than_profiling_run(engine, layer):
     common = layer(engine)
     engine.at_work.longest = 1024
-    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
-    query = torch.randn(256, H, D)
-    output = torch.empty_like(query)
-    nothing = torch.empty(0)
-
-    def profile_memory():
-        engine.impl.forward(LAYER, query, None, None, nothing, None, output)
-
+    query, output = torch.randn(2, 256, H, D)
     # A first run builds kernels and shared state.
-    profile_memory()
-    rehearsed = peak_memory(profile_memory)
+    profile(engine, query, output)
+    rehearsed = peak_memory(lambda: profile(engine, query, output))
     metadata = engine.builder.build(0, common)
     tokens = common.num_actual_tokens
     key, value = torch.randn(2, tokens, G, D)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.reference import Attention, Decode
-from kernels.registry import CannotBuildError
+from kernels.reference import Attention
 from tests.runtime.vllm.conftest import CLOSE, LAYER, D, H, Parent, by_selection, serve, step
 from tests.runtime.vllm.test_steps import (
     filter_layer,
@@ -19,31 +18,21 @@ from tests.runtime.vllm.test_steps import (
     layer_that_streams,
 )
 
+REFERENCE = Attention.run
+
 
 @pytest.fixture
-def unbuilt(monkeypatch):
-    """No kernel can be built, and the reference must not serve."""
-
-    def fails(call: Any) -> Any:
-        raise CannotBuildError("its kernel failed to build: RuntimeError: no assembler")
-
-    def refuses(call: Any) -> Any:
-        raise AssertionError("the reference served")
-
-    monkeypatch.setattr("kernels.attention.cpu.run", fails)
-    monkeypatch.setattr("kernels.decode.cpu.run", fails)
+def unbuilt(unbuildable, monkeypatch):
+    """Return the calls of vLLM's own attention, where no kernel can be built."""
     calls = []
     forward = Parent.forward
 
     def counted(self: Any, *args: Any) -> Tensor:
         calls.append(args)
         with monkeypatch.context() as patch:
-            patch.setattr(Attention, "run", reference)
+            patch.setattr(Attention, "run", REFERENCE)
             return forward(self, *args)
 
-    reference = Attention.run
-    monkeypatch.setattr(Attention, "run", refuses)
-    monkeypatch.setattr(Decode, "run", refuses)
     monkeypatch.setattr(Parent, "forward", counted)
     return calls
 
