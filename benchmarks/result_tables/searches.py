@@ -12,7 +12,8 @@ _PROVEN = {
     ("qwen-0.5b", 4096): ("0.5B", None),
     ("qwen-0.5b", 8192): ("0.5B", "qwen-0.5b"),
     ("qwen-0.5b", 16384): ("0.5B", None),
-    ("qwen-1.5b", 4096): ("1.5B", "qwen-1.5b"),
+    ("qwen-1.5b", 4096): ("1.5B", None),
+    ("qwen-1.5b", 8192): ("1.5B", "qwen-1.5b"),
     ("gemma3", 4096): ("Gemma-3", None),
 }
 _QWEN = (
