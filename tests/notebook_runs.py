@@ -14,11 +14,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # No progress and no warnings of other libraries, which name paths of this machine.
-_QUIET = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "PYTHONWARNINGS": "ignore",
-    "TQDM_DISABLE": "1",
-}
+_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
 
 
 def executed(path: Path) -> Any:

@@ -89,18 +89,13 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     """Blocks of a page, fenced and indented, or the cells of a notebook."""
     text = page.read_text(encoding="utf-8")
-    if page.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        return [
-            block
-            for cell in cells
-            for block in (
-                [Block("python", "".join(cell["source"]))]
-                if cell["cell_type"] == "code"
-                else blocks_of("".join(cell["source"]))
-            )
-        ]
-    return blocks_of(text)
+    if page.suffix != ".ipynb":
+        return blocks_of(text)
+    result = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        result += [Block("python", source)] if cell["cell_type"] == "code" else blocks_of(source)
+    return result
 
 
 def blocks_of(text: str) -> list[Block]:

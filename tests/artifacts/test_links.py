@@ -13,9 +13,7 @@ import pytest
 from artifacts import ArtifactError, HeadwiseError, load, load_arrays, save, update
 from artifacts.store.write import rehash, sign
 from headwise.__main__ import main
-from tests.artifacts.conftest import arrays, files_of, make, make_key, saved
-
-__all__ = ["arrays", "make", "saved"]
+from tests.artifacts.conftest import files_of, make_key
 
 
 @pytest.fixture
@@ -147,17 +145,18 @@ def test_load_of_a_link_that_leads_nowhere_is_one_line(target, read, write, save
             save(make(), link, arrays)
 
 
-def test_save_and_load_with_a_link_as_sidecar_or_signature(saved, make, arrays, tmp_path):
-    (tmp_path / "store").mkdir()
+def test_save_and_load_with_a_link_as_sidecar(saved, make, arrays, tmp_path):
     (sidecar,) = saved.parent.glob("*.safetensors")
-    sidecar.rename(tmp_path / "store" / "arrays")
-    sidecar.symlink_to(tmp_path / "store" / "arrays")
+    blob = sidecar.rename(tmp_path / "blob")
+    sidecar.symlink_to(blob)
     assert load_arrays(saved).keys() == arrays.keys()
-    content = (tmp_path / "store" / "arrays").read_bytes()
+    blob.write_text("not for you")
+    with pytest.raises(ArtifactError, match=r"sidecar\.sha256: says") as refused:
+        load(saved)
+    assert "not for you" not in str(refused.value)
     save(make(), saved, {name: array + 1 for name, array in arrays.items()})
     load(saved)
-    assert not sidecar.is_symlink() and (tmp_path / "store" / "arrays").read_bytes() == content
-    sidecar.unlink(missing_ok=True)
+    assert not sidecar.is_symlink() and blob.read_text() == "not for you"
 
 
 def test_convert_of_a_link_reads_the_config_next_to_its_target(tmp_path):

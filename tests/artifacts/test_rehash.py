@@ -42,11 +42,7 @@ def test_rehash_of_a_whole_file_changes_no_byte(saved):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (
-            "dense_below: 4096",
-            "dense_below: many",
-            "prefill.dense_below: Input should be a valid integer",
-        ),
+        ("dense_below: 4096", "dense_below: many", "prefill.dense_below: Input should be a valid"),
         ("sidecar: {file: cfg", "sidecar: {file: other", "sidecar.file: 'other."),
     ],
 )
@@ -57,13 +53,6 @@ def test_rehash_refuses_an_invalid_change(saved, old, new, says):
         run(Config(file=saved, rehash=True))
     assert says in str(caught.value) and str(caught.value).isprintable()
     assert files_of(saved.parent) == before
-
-
-def test_rehash_refuses_a_changed_sidecar(saved):
-    (sidecar,) = saved.parent.glob("*.safetensors")
-    sidecar.write_bytes(sidecar.read_bytes()[:-1] + b"?")
-    with pytest.raises(ArtifactError, match=r"sidecar\.sha256: says"):
-        run(Config(file=saved, rehash=True))
 
 
 def test_rehash_command_prints_the_new_hash(saved, capsys):

@@ -33,10 +33,7 @@ from tests.artifacts.conftest import counting
 @pytest.mark.parametrize(
     ("pattern", "name"),
     [
-        (
-            VerticalSlash(vertical=1000, slash=6096, last_q=32, coverage=0.57),
-            "vs_1000_6096_q32_c57",
-        ),
+        (VerticalSlash(vertical=10, slash=60, last_q=32, coverage=0.57), "vs_10_60_q32_c57"),
         (BlockSparse(blocks=100, coverage=1.0), "bs_100_c100"),
         (BlockSparse(blocks=100, coverage=1e-5), "bs_100_c0.001"),
     ],

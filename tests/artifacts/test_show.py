@@ -58,10 +58,7 @@ def test_show_page_has_every_kind_front_and_policies(tmp_path, every_kind, page)
         ["0.5", "s", "4.00x", "0.25", "0.9000", "0.2000"],
         ["*", "1", "s", "2.00x", "0.01", "0.9000"],
     ]
-    assert [line.split("  ")[-1].strip() for line in front] == [
-        "12.0%",
-        "4.0%",
-    ]
+    assert [line.split("  ")[-1].strip() for line in front] == ["12.0%", "4.0%"]
     assert "h2o: h2o of heavy 0.1, recent 512, normalised True, eviction greedy; 1 KV head" in text
     assert "full: full; 4 KV heads" in text
     narrow = page(tmp_path / "cfg.yaml")
@@ -95,28 +92,21 @@ def test_show_page_wraps_rows_of_many_heads(tmp_path, make, page):
     assert "         ".join(wrapped) in page(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize(
-    ("proven", "length", "says"),
-    [
-        (
-            True,
-            8192,
-            "verdict proven up to 8,192 tokens: at most 3.1% fewer correct answers (95% "
-            "confidence; measured 0.9%); at most 1.2% more perplexity (95% confidence; measured "
-            "-0.4%)",
-        ),
-        (False, 8192, "verdict not proven up to 8,192 tokens: because; at most 3.1% fewer"),
-    ],
-)
-def test_show_page_names_the_length_of_its_verdict(proven, length, says, tmp_path, make, page):
-    artifact = make()
+@pytest.mark.parametrize("proven", [True, False])
+def test_show_page_names_the_length_of_its_verdict(proven, tmp_path, make, page):
     tasks = tuple(
-        TaskFigures(task="prose", length=tokens, prompts=2, kl=0.01) for tokens in (length, 512)
+        TaskFigures(task="prose", length=tokens, prompts=2, kl=0.01) for tokens in (8192, 512)
     )
     losses = {"lost": 0.009, "lost_high": 0.0312, "perplexity": -0.004, "perplexity_high": 0.012}
     verdict = Verdict(proven=proven, why=None if proven else "because", **losses)
-    evidence = Evidence(verdict=verdict, tasks=tasks)
-    save(artifact.model_copy(update={"evidence": evidence}), tmp_path / "a.yaml")
+    save(make(evidence=Evidence(verdict=verdict, tasks=tasks)), tmp_path / "a.yaml")
+    says = "verdict not proven up to 8,192 tokens: because; at most 3.1% fewer"
+    if proven:
+        says = (
+            "verdict proven up to 8,192 tokens: at most 3.1% fewer correct answers (95% "
+            "confidence; measured 0.9%); at most 1.2% more perplexity (95% confidence; measured "
+            "-0.4%)"
+        )
     assert says in " ".join(page(tmp_path / "a.yaml").split())
 
 

@@ -56,9 +56,11 @@ def refusal(saved, public):
     return line
 
 
-def test_load_changed_artifact_is_refused_before_it_is_parsed(saved, key, public):
+def test_load_changed_artifact_or_other_key_is_refused_before_it_is_parsed(saved, key, public):
     """Commands and times are in nobody's hash, but a reader may copy a command."""
     sign(saved, key)
+    make_key(key.with_name("other.key"), key.with_name("other.pub"))
+    assert "is no signature of this file by" in refusal(saved, key.with_name("other.pub"))
     saved.write_text(saved.read_text().replace("--model tiny", "--model evil"))
     assert "--model evil" in load(saved).search.command
     assert "is no signature of this file by" in refusal(saved, public)
@@ -92,12 +94,6 @@ def test_save_removes_the_signature(saved, key, public, make, arrays):
     load_pair(saved, verify=public)
 
 
-def test_load_other_key_is_refused(saved, key, tmp_path):
-    sign(saved, key)
-    make_key(tmp_path / "other.key", tmp_path / "other.pub")
-    assert "is no signature of this file by" in refusal(saved, tmp_path / "other.pub")
-
-
 def test_load_checks_the_bytes_that_it_parses(saved, key, public, monkeypatch):
     """A file that is replaced during the check gains nothing."""
     sign(saved, key)
@@ -121,21 +117,16 @@ def test_sign_changed_artifact_is_refused(saved, key):
 
 
 def test_sign_and_load_refuse_other_files_as_keys(saved, key, public, tmp_path):
-    from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    other = Ed25519PrivateKey.generate()
-    private = other.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
-    form = s.PublicFormat.SubjectPublicKeyInfo
-    of_other = other.public_key().public_bytes(s.Encoding.PEM, form)
+    make_key(tmp_path / "ed.key", tmp_path / "ed.pub", Ed25519PrivateKey.generate())
+    (tmp_path / "empty").touch()
     sign(saved, key)
-    wrong = tmp_path / "wrong"
-    for data in (b"", of_other, private):
-        wrong.write_bytes(data)
-        with pytest.raises(HeadwiseError, match="wrong: must be a public key of P-256"):
-            load(saved, verify=wrong)
-        with pytest.raises(HeadwiseError, match="wrong: must be a private key of P-256"):
-            sign(saved, wrong)
+    for wrong in ("empty", "ed.key", "ed.pub"):
+        with pytest.raises(HeadwiseError, match=f"{wrong}: must be a public key of P-256"):
+            load(saved, verify=tmp_path / wrong)
+        with pytest.raises(HeadwiseError, match=f"{wrong}: must be a private key of P-256"):
+            sign(saved, tmp_path / wrong)
     with pytest.raises(HeadwiseError, match=r"me\.pub: must be a private key"):
         sign(saved, public)
     with pytest.raises(HeadwiseError, match=r"me\.key: must be a public key"):

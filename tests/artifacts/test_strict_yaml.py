@@ -96,6 +96,7 @@ def test_parse_refuses_numbers_that_readers_round(text):
     assert parse(str(2**53)) == 2**53
 
 
+TAGGED = ("a: &x 1", "a: &x [1]", "a: *x", "&x a: 1", "a: !!int 1", "a: !mine {b: 1}", "a: ! x")
 MANY = "more than 100000 values, or nested more than 32 deep"
 
 
@@ -103,14 +104,7 @@ MANY = "more than 100000 values, or nested more than 32 deep"
     ("text", "why"),
     [
         ("a: 1\nb: {x: 1, x: 2}", "line 2: the key 'x' appears twice"),
-        *(
-            (text, "line 1: anchors, aliases and tags")
-            for text in ("a: &x 1", "a: &x [1]", "a: *x", "&x a: 1")
-        ),
-        *(
-            (text, "line 1: anchors, aliases and tags")
-            for text in ("a: !!int 1", "a: !mine {b: 1}", "a: ! x")
-        ),
+        *((text, "line 1: anchors, aliases and tags") for text in TAGGED),
         ("---\na: 1\n---\nb: 2", "line 3: not valid YAML, but found another document"),
         ("? {a: 1}\n: 2", "line 1: a key must be text"),
         ("a: 'x", "not valid YAML"),

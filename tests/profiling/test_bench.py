@@ -142,26 +142,25 @@ def test_ratio_of_pairs_refuses_unequal_counts():
         ratio_of_pairs([1.0, 2.0], [1.0])
 
 
-def test_time_calls_drops_the_first_round():
-    order = []
+@pytest.mark.parametrize(
+    ("repeats", "warm_up", "rounds"), [(3, True, 4), (0, True, 1), (2, False, 2)]
+)
+def test_time_calls_drops_a_warm_up_round_of_several(repeats, warm_up, rounds):
+    calls = []
 
     @contextmanager
     def context(name):
-        order.append(name)
+        calls.append(f"in {name}")
         yield
 
-    ways = {name: partial(context, name) for name in ("a", "b")}
-    runs = dict.fromkeys(ways, lambda: None)
-    seconds = time_calls(runs, contexts=ways, repeats=3, device="cpu")
-    assert order == ["a", "b"] * 4
-    assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
+    contexts = {name: partial(context, name) for name in "ab"}
+    runs = {name: partial(calls.append, name) for name in "ab"}
+    seconds = time_calls(runs, contexts=contexts, repeats=repeats, device="cpu", warm_up=warm_up)
+    assert calls == ["in a", "a", "in b", "b"] * rounds
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(
+        "ab", max(repeats, 1)
+    )
+
+
+def test_medians_of_times():
     assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
-
-
-def test_time_calls_without_repeats_times_one_round():
-    calls = []
-    runs = {name: lambda name=name: calls.append(name) for name in "ab"}
-    for repeats, warm_up, rounds in ((0, True, 1), (2, True, 3), (2, False, 2)):
-        calls.clear()
-        seconds = time_calls(runs, repeats=repeats, device="cpu", warm_up=warm_up)
-        assert calls == ["a", "b"] * rounds and len(seconds["a"]) == max(repeats, 1)

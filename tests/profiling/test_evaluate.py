@@ -10,16 +10,13 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError
-from artifacts.cli.parser import read
-from headwise.__main__ import parser_of
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation import run as evaluation_run
-from profiling.evaluation.config import Config
 from profiling.evaluation.record import evidence_of
 from profiling.evaluation.report import Report
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, Task
+from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
 from profiling.prompts.text_files import read_ids
 from profiling.prompts.tokens import Encoder
 from tests.profiling.conftest import LENGTH
@@ -189,22 +186,6 @@ def test_evaluate_kl_to_dense_of_prefills(command, searched):
     later, alone = (by_row(command(f"{base} a_shape", out=out)) for out in ("report", "new"))
     row = ("line_asked", "a_shape", "KL to dense")
     assert later[row]["value"] == pytest.approx(alone[row]["value"], rel=1e-3)
-
-
-def test_evaluate_default_tasks_and_length(searched):
-    artifact = artifacts.load(searched / "cfg.yaml")
-    assert artifact.prefill.length is None and artifact.model.max_positions > LENGTH
-
-    def defaults(more=""):
-        line = f"{searched}/cfg.yaml --model elsewhere --out report {more}".split()
-        config = read(parser_of("evaluate"), Config, line, "")
-        quality = evaluation_run.quality_of(config, artifact)
-        return quality.tasks, quality.lengths
-
-    assert defaults() == (DEFAULT_TASKS, (LENGTH,))
-    assert defaults("--quick")[0] != DEFAULT_TASKS
-    assert defaults("--speed-only") == ((), (LENGTH,))
-    assert defaults("--length 800 700 --task passkey") == ((Task("passkey"),), (700, 800))
 
 
 def test_evaluate_of_more_methods_and_tasks_runs_new_trials_only(command, invented):

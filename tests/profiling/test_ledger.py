@@ -100,16 +100,6 @@ def test_ledger_unit_of_another_package_version_is_not_reused(out, package, monk
         assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is None
 
 
-def test_ledger_refuses_other_settings_by_name(out):
-    before = {path: path.read_bytes() for path in only(out).iterdir()}
-    for change, said in (({"length": 8192}, "its length is 4096, not 8192"), ({"seed": 3}, "seed")):
-        with pytest.raises(HeadwiseError, match=f"{said}.*--fresh"):
-            Ledger(out, "heads", MODEL, settings={**SETTINGS, **change})
-    assert {path: path.read_bytes() for path in only(out).iterdir()} == before
-    with Ledger(out, "heads", MODEL, settings={"length": 1}, fresh=True) as ledger:
-        assert not len(ledger)
-
-
 def test_ledger_get_of_a_damaged_file_is_none(out):
     with Ledger(out, "heads", MODEL, settings=SETTINGS) as ledger:
         unit = ledger.unit("layer 1", {"seed": 0})

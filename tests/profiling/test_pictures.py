@@ -26,7 +26,6 @@ from profiling.similarities.similarity_profile import save_profile
 from tests.artifacts.conftest import build_every_kind
 from tests.profiling.pictures import random_profile, texts_outside
 from tests.sampling import sampled
-from tests.tiny_text_model import save_tiny
 from tests.typed import make_prompts
 
 LENGTH = 900
@@ -169,16 +168,8 @@ def test_shade_of_nan_is_gray():
     assert len(set(colors[3].round(6))) == 1, "grey"
 
 
-def test_heatmaps_refuses_a_head_of_a_sliding_layer(tmp_path):
-    model = save_tiny(
-        tmp_path / "hybrid",
-        family="Gemma3",
-        config="Gemma3Text",
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        sliding_window=32,
-        head_dim=16,
-    )
-    words = f"--model {model} --length 400 --dtype float32 --out {tmp_path / 'out'}"
+def test_heatmaps_refuses_a_head_of_a_sliding_layer(hybrid, tmp_path):
+    words = f"--model {hybrid} --length 400 --dtype float32 --out {tmp_path / 'out'}"
     with pytest.raises(HeadwiseError, match="layer 2 of hybrid"):
         main(["heatmaps", *f"{words} --picture attention --head 2.0".split()])
     assert not (tmp_path / "out").exists()

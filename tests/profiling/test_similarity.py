@@ -160,13 +160,8 @@ def test_measure_of_a_text_is_teacher_forced_or_greedy(loaded, tmp_path):
 
 def test_similarity_command_writes_a_profile_and_tables(folder, tmp_path):
     out = tmp_path / "new" / "profile"
-    main(
-        [
-            "similarity",
-            *f"--model {folder} --out {out} --length 900 --steps 3 --samples 1 --task passkey "
-            "--task kv_retrieval --dtype float32 --top-k 50".split(),
-        ]
-    )
+    words = f"--model {folder} --out {out} --length 900 --steps 3 --samples 1 --task passkey"
+    main(["similarity", *f"{words} --task kv_retrieval --dtype float32 --top-k 50".split()])
     profile = load(out)
     assert profile.tasks == ["passkey", "kv_retrieval"] and profile.agreement.shape == (2, 2)
     assert profile.about["command"].startswith("headwise similarity --model")

@@ -157,20 +157,11 @@ def loaded(tiny_model):
 
 
 def test_demo_searches_applies_and_prints_key_and_picture(tiny_model, loaded, tmp_path, capsys):
-    # A random model has no head that can do without much.
-    limits = Limits(max_perplexity=100.0, max_lost=1.0)
     out = tmp_path / "demo" / "cfg.yaml"
-    config = ModelSearch(
-        model=str(tiny_model),
-        out=out,
-        length=LENGTH,
-        tasks=("prose",),
-        limits=limits,
-        dtype="float32",
-        # Nor has it anything to gain at such a length.
-        keep=True,
-        command="the command",
-    )
+    options = {"length": LENGTH, "tasks": ("prose",), "dtype": "float32", "command": "the command"}
+    # A random model has no head that can do without much, nor anything to gain at such a length.
+    limits = Limits(max_perplexity=100.0, max_lost=1.0)
+    config = ModelSearch(model=str(tiny_model), out=out, limits=limits, keep=True, **options)
     assert demo.demonstrate(config, loaded)
     artifact = artifacts.load(out)
     output = capsys.readouterr().out

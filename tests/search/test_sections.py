@@ -27,6 +27,7 @@ from search.decode.budgets import by_error
 from search.model.config import ModelSearch
 from search.study import study_name
 from tests.search.conftest import PAPER
+from tests.search.model.conftest import interrupted
 
 LENGTH = 600
 MEASURE = f"--task passkey --task kv_retrieval --length {LENGTH} --steps 3 --samples 1".split()
@@ -36,6 +37,15 @@ RULES = ["--dense-first", "0", "--filters", "1", "--dtype", "float32"]
 @pytest.fixture
 def command(tiny_model, by_head):
     return ["--model", str(tiny_model), str(by_head), *RULES, *MEASURE]
+
+
+@pytest.fixture(scope="module")
+def profile(tiny_model, tmp_path_factory):
+    """A folder with the profile that headwise similarity measures; not to be written to."""
+    folder = tmp_path_factory.mktemp("similarity") / "profile"
+    words = ["--model", str(tiny_model), "--out", str(folder), *MEASURE, "--dtype", "float32"]
+    main(["similarity", *words])
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +154,9 @@ def test_filters_refuse_a_file_that_another_model_has_by_now(
 
 
 def test_filters_refuse_a_profile_of_weights_without_a_fingerprint(
-    command, tiny_model, tmp_path, monkeypatch
+    command, profile, tmp_path, monkeypatch
 ):
     """Two models without a fingerprint are not the same for that."""
-    profile = tmp_path / "profile"
-    words = ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
-    main(["similarity", *words])
     read = filters.load_profile
     unknown = filters.fingerprint
     for key, refused in (("0" * 64, True), (None, False)):
@@ -173,11 +180,10 @@ def test_filters_refuse_a_profile_of_weights_without_a_fingerprint(
             main(run)
 
 
-def test_filters_with_profile_skip_measurement_and_runtime_decodes(command, tiny_model, tmp_path):
-    profile = tmp_path / "profile"
+def test_filters_with_profile_skip_measurement_and_runtime_decodes(
+    command, profile, tiny_model, tmp_path
+):
     out = tmp_path / "cfg.yaml"
-    words = ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
-    main(["similarity", *words])
     main(["filters", *command, "--out", str(out), "--profile", str(profile), "--budget", "64"])
     loaded = load_model(str(tiny_model), dtype="float32")
     ids = torch.randint(3, 90, (1, 200))
@@ -255,10 +261,6 @@ def test_kv_with_storage_records_both_budgets_for_both_sets(budgeted):
         figure = figures["held_out"][trial.params["budgets"]]
         assert trial.user_attrs["kl"] == pytest.approx(figure["kl"])
         assert trial.user_attrs["perplexity_ratio"] == pytest.approx(figure["perplexity_ratio"])
-
-
-def interrupted(*arguments: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 def test_kv_of_another_total_reuses_curves(tiny_model, by_head, tmp_path, monkeypatch):

@@ -13,11 +13,6 @@ from search.study import Study, check_storage, passwords, study_name, without_pa
 SPACE = {"cost": (0.0, 1.0), "dense_tail": [64, 256]}
 
 
-def test_study_without_storage_stores_nothing():
-    study = Study(storage=None, name="cfg", space=SPACE, losses=("text",))
-    study.add({"cost": 0.5, "dense_tail": 64}, {"text": 1.0})
-
-
 def test_study_in_storage_holds_params_losses_and_attributes(tmp_path):
     import optuna
 

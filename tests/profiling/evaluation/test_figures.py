@@ -234,9 +234,7 @@ def about(name: str) -> MethodRow:
 def record(**changes: Any) -> Record:
     model = ModelInfo.model_construct(name="tiny & small", weights_sha256="0" * 64)
     artifact = Artifact.model_construct(
-        model=model,
-        content_sha256="ab" * 32,
-        prefill=Prefill(dense_below=0, layers=(None,)),
+        model=model, content_sha256="ab" * 32, prefill=Prefill(dense_below=0, layers=(None,))
     )
     whole = Record(
         command="headwise evaluate",

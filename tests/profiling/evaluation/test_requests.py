@@ -19,7 +19,7 @@ from profiling.evaluation.config import Config
 from profiling.evaluation.measure import tasks_of
 from profiling.evaluation.method_table import TAIL, method_names
 from profiling.evaluation.methods import Methods, beside_of
-from profiling.prompts.prompt import KINDS, Task
+from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Task
 from tests.profiling.conftest import LENGTH
 
 
@@ -147,6 +147,20 @@ def test_quality_of_default_length_is_the_searched_one_of_all_artifacts(searched
         assert length(of(), of(dense_below=3000), more=more) == (3000,)
         assert length(of(length=1 << 21), more=more) == (1 << 20,)
     assert length(of(length=4096), of(dense_below=3000), more="--quick") == (3000,)
+
+
+def test_quality_of_default_tasks(searched):
+    artifact = artifacts.load(searched / "cfg.yaml")
+
+    def defaults(more=""):
+        config = config_of(f"cfg.yaml --out report {more}")
+        quality = evaluation_run.quality_of(config, artifact)
+        return quality.tasks, quality.lengths
+
+    assert defaults() == (DEFAULT_TASKS, (LENGTH,))
+    assert defaults("--quick")[0] != DEFAULT_TASKS
+    assert defaults("--speed-only") == ((), (LENGTH,))
+    assert defaults("--length 800 700 --task passkey") == ((Task("passkey"),), (700, 800))
 
 
 def test_tasks_of_adds_the_text_to_each_needle_task(tmp_path, monkeypatch):

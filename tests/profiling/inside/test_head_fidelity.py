@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import profiling.inside.attention_rows as attention_rows
-from artifacts import Artifact, AShape, Imported, Prefill
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
 from profiling.inside.attention_rows import cover, pooled_map, rows
-from profiling.inside.head_fidelity import (
-    dense_of_layer,
-    fidelity,
-    layer_fidelity,
-    worked_tiles,
-)
-from profiling.prompts.prompt import Prompt
-from runtime.fingerprint import fingerprint
+from profiling.inside.head_fidelity import dense_of_layer, layer_fidelity, worked_tiles
 from tests.default_dtype import OTHERS, default_dtype
 from tests.profiling.inside.plain import output, random_inputs, weights
-from tests.runtime.tiny import tiny_model
 
 LENGTH, HEADS, GROUPS = 300, 4, 2
 
@@ -129,35 +119,3 @@ def test_fidelity_under_another_default_dtype_is_the_same(dtype):
         torch.testing.assert_close(pooled_map(inputs, 0, 64), pooled, atol=0, rtol=0)
     for name in ("error", "recall", "density"):
         np.testing.assert_array_equal(getattr(result, name), getattr(expected, name), strict=True)
-
-
-WIDE, NARROW = AShape(sink=64, window=512), AShape(sink=64, window=64)
-PROMPT = Prompt(tuple(7 * at**2 % 89 + 3 for at in range(LENGTH)), None)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("Llama")
-
-
-def artifact(model: Any, first: AShape, rest: AShape) -> Artifact:
-    """One pattern for all heads of layer 0, and one for all others."""
-    heads = model.config.num_attention_heads
-    rows = (("first",) * heads, *[("others",) * heads] * (model.config.num_hidden_layers - 1))
-    source = Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
-    prefill = Prefill(dense_below=64, dense_tail=0, layers=rows, imported=source)
-    patterns = {"first": first, "others": rest}
-    return Artifact(
-        model=fingerprint(model, name="tiny"), search=None, patterns=patterns, prefill=prefill
-    )
-
-
-def test_fidelity_is_measured_for_each_head(model):
-    result = fidelity(model, artifact(model, WIDE, NARROW), PROMPT)
-    assert result.recall.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
-    np.testing.assert_allclose(result.recall[0], 1.0, atol=1e-5)
-    np.testing.assert_allclose(result.density[0], 1.0)
-    np.testing.assert_allclose(result.error[0], 0.0, atol=1e-5)
-    # The sink's tile, a row's own and the one before it: 12 of the 15 causal tiles.
-    np.testing.assert_allclose(result.density[1:], 12 / 15)
-    assert (result.recall[1:] < 0.99).all() and (result.error[1:] > 0.01).all()

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-VOCABULARY = 97
+LETTERS = [*map(chr, range(33, 127)), "Ġ", "Ċ"]
+TOKENS = ["<s>", "</s>", *LETTERS, "th", "the"]
+VOCABULARY = len(TOKENS)
 # Number of a model's positions, and the epsilon of its norms.
 POSITIONS = 2048
 EPSILON = 1e-6
 RMS = {"context_length": POSITIONS, "attention.layer_norm_rms_epsilon": EPSILON}
 
 
-def random_model(kind: str, **options: Any) -> Any:
+def random_model(kind: str, *, seed: int = 0, **options: Any) -> Any:
     """Build a tiny model of transformers whose weights all differ from their start."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,13 +33,13 @@ def random_model(kind: str, **options: Any) -> Any:
             "num_key_value_heads": 2,
             "max_position_embeddings": POSITIONS,
             "rms_norm_eps": EPSILON,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
             "pad_token_id": 0,
         }
         | options,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -79,6 +81,7 @@ def write(
     tensors: Mapping[str, Any],
     *,
     split: tuple[int, int, int] | None = None,
+    name: str | None = None,
 ) -> Path:
     """Write a GGUF file.
 
@@ -88,38 +91,43 @@ def write(
         fields: those of the architecture; Python's types decide about the file's.
         tensors: fp32 arrays by name.
         split: number of the part, of parts, and of the tensors in all parts.
+        name: of the model.
     """
     import gguf
 
     out = gguf.GGUFWriter(path, architecture)
+    # Texts before the name, as some converters write them.
+    out.add_array("general.tags", ["text-generation", "tiny"])
+    if name is not None:
+        out.add_name(name)
     for key, value in fields.items():
-        name = f"{architecture}.{key}"
+        whole = f"{architecture}.{key}"
         match value:
             case bool():
-                out.add_bool(name, value)
+                out.add_bool(whole, value)
             case int():
-                out.add_uint32(name, value)
+                out.add_uint32(whole, value)
             case float():
-                out.add_float32(name, value)
+                out.add_float32(whole, value)
             case str():
-                out.add_string(name, value)
+                out.add_string(whole, value)
             case _:
-                out.add_array(name, value)
+                out.add_array(whole, value)
     if split is None or split[0] == 0:
-        tokens = [chr(33 + at) for at in range(VOCABULARY - 1)]
         out.add_tokenizer_model("gpt2")
         out.add_tokenizer_pre("default")
-        out.add_token_list([*tokens, "ab"])
-        out.add_token_types([1] * VOCABULARY)
-        out.add_token_merges(["a b"])
-        out.add_eos_token_id(2)
+        out.add_token_list(TOKENS)
+        out.add_token_types([3, 3] + [1] * (VOCABULARY - 2))
+        out.add_token_merges(["t h", "th e"])
+        out.add_bos_token_id(0)
+        out.add_eos_token_id(1)
         out.add_pad_token_id(0)
     if split is not None:
         out.add_uint16("split.no", split[0])
         out.add_uint16("split.count", split[1])
         out.add_int32("split.tensors.count", split[2])
-    for name, values in tensors.items():
-        out.add_tensor(name, np.asarray(values, np.float32))
+    for tensor, values in tensors.items():
+        out.add_tensor(tensor, np.asarray(values, np.float32))
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -144,3 +152,12 @@ def fields_of(model: Any, architecture: str) -> dict[str, Any]:
         del fields["rope.dimension_count"]
         fields |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     return fields
+
+
+def write_gguf(
+    path: Path, *, seed: int = 0, architecture: str = "llama", name: str | None = None
+) -> Path:
+    """Write the file of a tiny Llama; `architecture` is only a name in it."""
+    model = random_model("llama", seed=seed)
+    fields, tensors = fields_of(model, "llama"), tensors_of(model, "llama")
+    return write(path, architecture, fields, tensors, name=name)

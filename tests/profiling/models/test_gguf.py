@@ -12,10 +12,19 @@ from artifacts import HeadwiseError
 from profiling.models import gguf
 from profiling.models.gguf_header import read_header, shards
 from profiling.models.loading import load_config, load_model, load_tokenizer
-from tests.profiling.models.gguf_files import fields_of, random_model, tensors_of, write
+from tests.profiling.models.gguf_files import (
+    VOCABULARY,
+    fields_of,
+    random_model,
+    tensors_of,
+    write,
+    write_gguf,
+)
 
 WINDOW = {"head_dim": 16, "sliding_window": 64}
 GEMMA3 = WINDOW | {"num_hidden_layers": 6}
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+SOFT_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 YARN_FIELDS = {
     "rope.scaling.type": "yarn",
@@ -63,58 +72,39 @@ def nested(full: dict[str, Any], windows: float = 10_000.0) -> dict[str, Any]:
     }
 
 
-CARRIED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "plain": ("llama", "llama", {"head_dim": 16}, {"expert_count": 0}, {}),
-    "no scaling": ("llama", "llama", {"head_dim": 16}, {"rope.scaling.type": "none"}, {}),
-    "no field of a base": ("llama", "llama", {"head_dim": 16}, {"rope.freq_base": None}, {}),
-    "factors of 1": ("llama", "llama", {"head_dim": 16}, {}, {"rope_freqs.weight": [1.0] * 8}),
+# Kind of a model, its options, and fields and tensors of its file beside the usual ones.
+CARRIED: dict[str, tuple[Any, ...]] = {
+    "plain": ("llama", {"head_dim": 16}, {"expert_count": 0}),
+    "no scaling": ("llama", {"head_dim": 16}, {"rope.scaling.type": "none"}),
+    "no field of a base": ("llama", {"head_dim": 16}, {"rope.freq_base": None}),
+    "factors of 1": ("llama", {"head_dim": 16}, {}, {"rope_freqs.weight": [1.0] * 8}),
     "llama3": (
-        "llama",
         "llama",
         {"head_dim": 16, "max_position_embeddings": 16_384} | rotated(5e5, **LLAMA3),
         {"rope.freq_base": 5e5, "context_length": 16_384},
         {"rope_freqs.weight": llama3_factors(5e5)},
     ),
-    "linear": (
-        "llama",
-        "llama",
-        {"head_dim": 16} | rotated(rope_type="linear", factor=4.0),
-        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-        {},
-    ),
+    "linear": ("llama", {"head_dim": 16} | rotated(rope_type="linear", factor=4.0), LINEAR),
     "linear of old files": (
-        "llama",
         "llama",
         {"head_dim": 16} | rotated(rope_type="linear", factor=4.0),
         {"rope.scale_linear": 4.0},
-        {},
     ),
-    "yarn": ("qwen2", "qwen2", rotated(**YARN), YARN_FIELDS, {}),
+    "yarn": ("qwen2", rotated(**YARN), YARN_FIELDS),
     "yarn with its own factors": (
-        "qwen2",
         "qwen2",
         rotated(**YARN, beta_fast=16.0, attention_factor=0.5 * (1 + 0.1 * math.log(4))),
         YARN_FIELDS | {"rope.scaling.attn_factor": 0.5, "rope.scaling.yarn_beta_fast": 16.0},
-        {},
     ),
     "heads of another width": (
         "qwen3",
-        "qwen3",
         {"head_dim": 32},
         {"attention.key_length": 32, "attention.value_length": 32},
-        {},
     ),
-    "partial rotation": (
-        "phi3",
-        "phi3",
-        {"partial_rotary_factor": 0.75},
-        {"rope.dimension_count": 12},
-        {},
-    ),
-    "window": ("phi3", "phi3", {"sliding_window": 64}, {"attention.sliding_window": 64}, {}),
-    "no window": ("phi3", "phi3", {}, {"attention.sliding_window": 0}, {}),
+    "partial rotation": ("phi3", {"partial_rotary_factor": 0.75}, {"rope.dimension_count": 12}),
+    "window": ("phi3", {"sliding_window": 64}, {"attention.sliding_window": 64}),
+    "no window": ("phi3", {}, {"attention.sliding_window": 0}),
     "longrope": (
-        "phi3",
         "phi3",
         {"original_max_position_embeddings": 512} | rotated(**LONGROPE),
         {"rope.scaling.original_context_length": 512},
@@ -122,44 +112,24 @@ CARRIED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
     ),
     "base of starcoder2": (
         "starcoder2",
-        "starcoder2",
         {"norm_epsilon": 1e-6} | rotated(1e6),
         {"rope.freq_base": 1e6, "attention.layer_norm_epsilon": 1e-6},
-        {},
     ),
-    "soft caps": (
-        "gemma2",
-        "gemma2",
-        WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 2.0},
-        {
-            "attention.sliding_window": 64,
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 2.0,
-        },
-        {},
-    ),
+    "soft caps": ("gemma2", WINDOW | SOFT_CAPS, {"attention.sliding_window": 64} | SOFT_CAPS),
     "scale of scores": (
-        "gemma2",
         "gemma2",
         WINDOW | {"query_pre_attn_scalar": 64},
         {"attention.sliding_window": 64, "attention.scale": 0.125},
-        {},
     ),
     "linear beside windows": (
         "gemma3_text",
-        "gemma3",
         GEMMA3 | nested({"rope_type": "linear", "factor": 8.0}),
-        {
-            "attention.sliding_window": 64,
-            "rope.freq_base": 1e6,
-            "rope.scaling.type": "linear",
-            "rope.scaling.factor": 8.0,
-        },
-        {},
+        {"attention.sliding_window": 64, "rope.freq_base": 1e6}
+        | LINEAR
+        | {"rope.scaling.factor": 8.0},
     ),
     "base and pattern of windows": (
         "gemma3_text",
-        "gemma3",
         GEMMA3 | {"layer_types": ["sliding_attention", "full_attention"] * 3} | nested({}, 5e3),
         {
             "attention.sliding_window": 64,
@@ -167,7 +137,6 @@ CARRIED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
             "rope.freq_base": 1e6,
             "rope.freq_base_swa": 5e3,
         },
-        {},
     ),
 }
 
@@ -175,13 +144,14 @@ CARRIED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CARRIED)
 def test_load_model_of_a_gguf_file_has_the_logits_of_the_model_written(case, tmp_path):
-    kind, architecture, options, changes, factors = CARRIED[case]
+    kind, options, changes, *factors = CARRIED[case]
+    architecture = kind.removesuffix("_text")
     model = random_model(kind, **options)
     fields = fields_of(model, architecture) | changes
     if "attention.layer_norm_epsilon" in fields:
         del fields["attention.layer_norm_rms_epsilon"]
     fields = {key: value for key, value in fields.items() if value is not None}
-    tensors = tensors_of(model, architecture) | factors
+    tensors = tensors_of(model, architecture) | dict(*factors)
     file = write(tmp_path / "m.gguf", architecture, fields, tensors)
     loaded = load_model(str(file), dtype="float32").model
     tokens = torch.randint(3, 90, (1, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -198,9 +168,6 @@ def test_load_config_of_gemma2_27b_scales_scores_by_its_width(layers, scalar, tm
     fields = fields_of(model, "gemma2") | {"attention.sliding_window": 64}
     file = write(tmp_path / "m.gguf", "gemma2", fields, {"output_norm.weight": [1.0]})
     assert load_config(str(file)).query_pre_attn_scalar == scalar
-
-
-LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -269,7 +236,7 @@ def split_model(tmp_path):
         file = tmp_path / f"tiny-{part + 1:05}-of-00003.gguf"
         own = {name: tensors[name] for name in names[part::3]}
         files.append(write(file, "llama", fields, own, split=(part, 3, len(names))))
-    return files, write(tmp_path / "whole.gguf", "llama", fields_of(model, "llama"), tensors)
+    return files, write_gguf(tmp_path / "whole.gguf")
 
 
 def test_load_model_of_one_shard_loads_all_that_lie_beside_it(split_model, tmp_path):
@@ -282,7 +249,7 @@ def test_load_model_of_one_shard_loads_all_that_lie_beside_it(split_model, tmp_p
     (tmp_path / "current.gguf").symlink_to(files[1])
     assert shards(tmp_path / "current.gguf") == tuple(files)
     assert load_config(str(files[1])).num_hidden_layers == 2
-    assert load_tokenizer(str(files[2])).vocab_size == 97
+    assert load_tokenizer(str(files[2])).vocab_size == VOCABULARY
 
 
 @pytest.mark.parametrize(
@@ -317,10 +284,7 @@ def test_load_model_of_a_split_that_is_not_whole_names_the_parts(change, says, s
 def test_converted_depends_on_the_code_and_on_transformers(tmp_path, monkeypatch):
     import transformers
 
-    model = random_model("llama")
-    file = write(
-        tmp_path / "m.gguf", "llama", fields_of(model, "llama"), tensors_of(model, "llama")
-    )
+    file = write_gguf(tmp_path / "m.gguf")
 
     def convert():
         return gguf.converted([file], name="m", dtype="float32")
@@ -337,5 +301,6 @@ def test_read_header_of_a_gguf_file_has_fields_and_tensors(split_model):
     files, whole = split_model
     header = read_header(whole)
     assert header.fields["llama.attention.head_count"] == 4
-    assert header.elements == sum(read_header(file).elements for file in files)
+    numbers = sum(each.numel() for each in random_model("llama").parameters())
+    assert header.elements == sum(read_header(file).elements for file in files) == numbers
     assert len(header.tensors) == len({each.name for each in header.tensors}) == 21

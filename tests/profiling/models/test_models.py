@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,6 +23,7 @@ from profiling.models.gguf import converted, model_name, read_header
 from profiling.models.loading import load_config, load_model, load_tokenizer, local_folder
 from profiling.models.preloaded import preloaded_model
 from tests.profiling.conftest import tiny
+from tests.profiling.models.gguf_files import write_gguf
 from tests.profiling.tokenizers import byte_level
 from tests.runtime.tiny import refused_model
 
@@ -40,66 +40,6 @@ def cache(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.getbasetemp() / "models"
     monkeypatch.setenv("HEADWISE_CACHE", str(folder))
     return folder
-
-
-HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 2
-
-
-def write_gguf(
-    path: Path, *, seed: int = 0, architecture: str = "llama", name: str | None = None
-) -> Path:
-    """A readable GGUF file; `architecture` is only a name in it."""
-    import gguf
-
-    letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
-    tokens = ["<s>", "</s>", *letters, "th", "the"]
-    writer = gguf.GGUFWriter(str(path), architecture)
-    # Texts before the name, as some converters write them.
-    writer.add_array("general.tags", ["text-generation", "tiny"])
-    if name is not None:
-        writer.add_name(name)
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
-    writer.add_token_merges(["t h", "th e"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    rng = np.random.default_rng(seed)
-
-    def add(name: str, *shape: int) -> None:
-        writer.add_tensor(name, rng.normal(0, 0.2, shape).astype(np.float32))
-
-    kv = HIDDEN * KV_HEADS // HEADS
-    add("token_embd.weight", len(tokens), HIDDEN)
-    add("output_norm.weight", HIDDEN)
-    for i in range(LAYERS):
-        for name, *shape in (
-            ("attn_norm", HIDDEN),
-            ("ffn_norm", HIDDEN),
-            ("attn_q", HIDDEN, HIDDEN),
-            ("attn_k", kv, HIDDEN),
-            ("attn_v", kv, HIDDEN),
-            ("attn_output", HIDDEN, HIDDEN),
-            ("ffn_gate", INNER, HIDDEN),
-            ("ffn_up", INNER, HIDDEN),
-            ("ffn_down", HIDDEN, INNER),
-        ):
-            add(f"blk.{i}.{name}.weight", *shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def saved(model: Any, folder: Path, *, tokenizer: bool = True) -> None:
@@ -242,12 +182,6 @@ def test_model_name_of_a_damaged_file_is_the_stem(size, tmp_path):
     assert model_name(file) == "m"
 
 
-def test_read_header_counts_the_numbers_of_all_tensors(tmp_path):
-    file = write_gguf(tmp_path / "m.gguf", name="Tiny")
-    model = load_model(str(file), dtype="float32").model
-    assert read_header(file).elements == sum(each.numel() for each in model.parameters())
-
-
 def test_load_tokenizer_and_load_config_of_a_gguf_file_convert_nothing(tmp_path, cache, capsys):
     file = str(write_gguf(tmp_path / "m.gguf", seed=7))
     before = set(cache.rglob("*"))
@@ -295,7 +229,7 @@ def test_load_model_of_a_gguf_file_in_parts(tmp_path, monkeypatch):
     assert (loaded.name, loaded.revision) == ("cut", None)
     whole = converted([tmp_path / "whole.gguf"], name="x", dtype="float32")
     assert str(whole) == local_folder("cut", dtype="fp32")
-    assert load_config("cut").num_hidden_layers == LAYERS
+    assert load_config("cut").num_hidden_layers == 2
     assert load_tokenizer("cut")("the end")["input_ids"] == loaded.tokenizer("the end")["input_ids"]
     default = default_dtype("cuda" if torch.cuda.is_available() else "cpu")
     assert local_folder("cut", dtype="auto") == local_folder("cut", dtype=default)

@@ -16,7 +16,6 @@ import pytest
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tasks import texts
 from profiling.prompts.words import compounds, words
-from tests.profiling.tokenizers import byte_level
 from tests.typed import make_prompts
 
 LENGTH = 4096
@@ -45,13 +44,6 @@ def test_turn_tasks_share_a_context_without_the_questions(tokenizer, task, share
         # Inside a context they are asked once.
         assert [bool(prompt.scored) for prompt in prompts] == [*[True, *[False] * 3], True, False]
         assert {"asked", "chained"} == set(prompts[0].labels)
-
-
-def test_label_map_keeps_the_labels_of_words():
-    tokenizer = byte_level()
-    text = tokenizer.decode(made("label_map", tokenizer)[0].input_ids)
-    pairs = re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE)[1:]
-    assert len(dict(pairs)) < len(pairs) and len(set(pairs)) == len(dict(pairs))
 
 
 @pytest.mark.parametrize("task", ["line_retrieval", "kv_retrieval"])

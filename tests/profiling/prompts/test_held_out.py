@@ -56,15 +56,6 @@ def held_out(task: str, tokenizer: Any, samples: int, seed: int, seen: Seen) -> 
     return module.held_out([task], tokenizer, length=LENGTH, samples=samples, seed=seed, seen=seen)
 
 
-def test_held_out_windows_of_a_short_text_do_not_overlap(tokenizer, tmp_path):
-    for lengths, samples, seed in ((5, 1, 0), (5, 1, 1), (7, 2, 0), (7, 2, 1)):
-        task = story(tmp_path / "a.txt", lengths * LENGTH)
-        seen = prompts_of(task, tokenizer, seed=seed)
-        prompts = held_out(task, tokenizer, samples, seed, Seen(seen))
-        assert len(prompts) == samples and not any(common(each, seen[0]) for each in prompts)
-        assert not common(prompts[0], prompts[-1]) or samples == 1
-
-
 def test_seeded_prompts_differ_by_seed_and_count_overlaps(tokenizer, tmp_path):
     task = story(tmp_path / "a.txt", 40 * LENGTH)
     options = {"length": LENGTH, "samples": 2}
@@ -101,27 +92,6 @@ def test_held_out_of_a_text_seen_whole_is_refused(tokenizer, tmp_path):
         held_out(task, tokenizer, 1, 0, seen)
     unseen = unseen_prompts(task, tokenizer, length=LENGTH, samples=3, seed=0, seen=seen)
     assert unseen.overlapping == 1 and unseen.prompts == prompts_of(task, tokenizer, 3)
-
-
-def test_held_out_prompts_are_disjoint(tokenizer, tmp_path):
-    """A text of three windows, one of them seen: two others could only overlap."""
-    task = story(tmp_path / "a.txt", 4 * LENGTH)
-    seen = Seen(prompts_of(task, tokenizer))
-    assert len(held_out(task, tokenizer, 1, 0, seen)) == 1
-    with pytest.raises(HeadwiseError, match=r"too short .*: 2 x 1000 tokens"):
-        held_out(task, tokenizer, 2, 0, seen)
-
-
-def test_held_out_records_of_a_file_are_other_records(tokenizer, tmp_path):
-    path = tmp_path / "asked.jsonl"
-    texts = [story_of(number) for number in range(3)]
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    task = f"jsonl:{path}"
-    for seed in range(5):
-        seen = prompts_of(task, tokenizer, seed=seed)
-        assert held_out(task, tokenizer, 1, seed, Seen(seen)) != seen
-    with pytest.raises(HeadwiseError, match="too short"):
-        held_out(task, tokenizer, 1, 0, Seen(prompts_of(task, tokenizer, 3)))
 
 
 def test_held_out_of_generated_tasks_uses_other_seeds(tokenizer):

@@ -96,14 +96,6 @@ def test_token_losses_equal_the_models_loss(loaded):
     assert losses.shape == (599,) and losses.mean().item() == pytest.approx(loss.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}]
-)
-def test_prompt_refuses_a_turn_or_range_beyond_its_end(wrong):
-    with pytest.raises(ValueError, match=r"turn must be|scored ranges"):
-        Prompt((1, 2, 3), None, **wrong)
-
-
 def asking(ids: tuple[int, ...], **more: Any) -> Prompt:
     return Prompt.answered_by(ids, Evidence("wxyz", (0, 1)), **more)
 

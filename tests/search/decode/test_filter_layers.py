@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from artifacts import HeadwiseError
-from search.decode.filter_layers import (
-    Choice,
-    Rules,
-    best_choice,
-    evenly_spaced,
-    kept,
-    total,
-)
+from search.decode.filter_layers import Choice, Rules, best_choice, evenly_spaced, kept, total
 
 
 def every_choice(layers: list[int], rules: Rules) -> list[Choice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -35,13 +36,8 @@ class Prompts:
     @property
     def sequences(self) -> tuple[Any, ...]:
         task = {"text": "prose", "answer": "facts"}[self.kind]
-        return tuple(_Sequence(task, f"{self.batch}.{at}") for at in range(self.count))
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    task: str
-    digest: str
+        digests = (f"{self.batch}.{at}" for at in range(self.count))
+        return tuple(SimpleNamespace(task=task, digest=digest) for digest in digests)
 
 
 @dataclass

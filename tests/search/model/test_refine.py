@@ -60,10 +60,7 @@ def test_balance_two_kinds_returns_ratio_of_run_to_curves():
     # Three times and twelve times: the geometric mean of both is 1.
     balanced = balance(losses, loss_by_kind(tasks))
     assert balanced == pytest.approx({"text": 0.5, "answer": 2.0})
-    far = (
-        task("prose", 1e-3 * losses["text"]),
-        task("kv", 1e3 * losses["answer"], answers=2),
-    )
+    far = (task("prose", 1e-3 * losses["text"]), task("kv", 1e3 * losses["answer"], answers=2))
     assert balance(losses, loss_by_kind(far)) == {"text": 1 / 8, "answer": 8.0}
 
 
