@@ -62,13 +62,15 @@ def fields_of(text: str) -> dict[str, Any]:
     """Read FIELD=VALUE,...
 
     Raises:
-        HeadwiseError: a part is not of that form.
+        HeadwiseError: a part is not of that form, or names a field again.
     """
     fields: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals:
             raise HeadwiseError(f"{shorten(part)} must be FIELD=VALUE, such as window=1020")
+        if name in fields:
+            raise HeadwiseError(f"{shorten(part)}: give {shorten(name)} once")
         fields[name] = _value(value)
     return fields
 

@@ -123,13 +123,10 @@ def _under_policy(name: str, usual: PolicyOf, methods: Methods, length: int, fie
     if name == RANDOM:
         assert isinstance(policy, SnapKV)
         drawn = policy
-    kept = methods.share
-    if fields:
-        kept = min(1.0, _kept(policy, length) / length)
     sizes = policy.model_dump(exclude={"kind"}).items()
     return Cached(
         sections={"kv_cache": methods.everywhere(policy)},
-        kept=kept,
+        kept=min(1.0, _kept(policy, length) / length),
         sizes=", ".join(f"{key} {value}" for key, value in sizes),
         density=density,
         drawn=drawn,
@@ -143,7 +140,7 @@ def _kept(policy: Policy, length: int) -> float:
     if isinstance(policy, H2O):
         return _tokens(policy.heavy, length) + _tokens(policy.recent, length)
     if isinstance(policy, SnapKV):
-        return _tokens(policy.budget, length)
+        return max(_tokens(policy.budget, length), policy.window)
     return length
 
 
@@ -172,7 +169,8 @@ def _offload_of(fields: str) -> str:
 
 @policy("snapkv", "of the prompt, the tokens that its last 64 queries select (Li et al. 2024)")
 def _snapkv(share: float, length: int) -> Policy:
-    return SnapKV(budget=max(share * length, 65) / length)
+    # The window of 64 and another token; a shorter prompt is kept whole.
+    return SnapKV(budget=min(max(share * length, 65) / length, 1.0))
 
 
 # runtime's SnapKV with tokens drawn by lot in place of a vote.

@@ -221,6 +221,8 @@ class Methods:
         bare = self._bare if base.name == MODEL else self._patterns_of()
         artifact = bare.model_copy(update=dict(cached.sections))
         identity = _identity(artifact)
+        if cached.offload != "auto":
+            identity = digest(identity, cached.offload)
         changed = None
         if cached.drawn is not None:
             identity = digest(identity, kind)

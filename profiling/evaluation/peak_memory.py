@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def peak_of(
             "dtype": str(model.dtype).removeprefix("torch."),
             "length": length,
             "model": spec,
+            "offload": method.offload,
             "revision": revision,
             "threads": torch.get_num_threads(),
         }
@@ -146,7 +148,8 @@ def main(argv: list[str] | None = None) -> int:
             peak = _growth(model, length, lambda: DynamicCache(config=text_config(model)))
     else:
         with load(prefill["config"]).apply(model, check_weights=False, strict=True) as handle:
-            peak = _growth(model, length, handle.new_cache)
+            new_cache = partial(handle.new_cache, offload=prefill["offload"])
+            peak = _growth(model, length, new_cache)
     print(peak)
     return 0
 

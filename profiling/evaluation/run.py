@@ -153,7 +153,7 @@ def quality_of(
         lengths=tuple(sorted(set(lengths))),
         methods=tuple(dict.fromkeys((MODEL, *methods, *others))),
         samples=samples,
-        depths=config.depths or usual_depths,
+        depths=tuple(dict.fromkeys(config.depths or usual_depths)),
         share=config.share,
         density=config.density,
         seed=config.seed,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kernels.patterns import LayerPlan
 from profiling.models.loading import LoadedModel
 from profiling.progress import bar
 from profiling.prompts.prompt import Task, make_prompts
@@ -88,22 +89,36 @@ def prefill_times(
     return {each.name: Timed(**_rounds(seconds, each.name)) for each in methods}
 
 
+def shared_layers(methods: Sequence[Method]) -> list[int]:
+    """The layers for which all of these methods have patterns."""
+    layers = [set(plans) for plans in _plans(methods).values()]
+    if not layers:
+        return []
+    return sorted(set.intersection(*layers))
+
+
 def attention_seconds(
-    loaded: LoadedModel, methods: Sequence[Method], length: int
+    loaded: LoadedModel, methods: Sequence[Method], length: int, layers: Sequence[int]
 ) -> dict[str, float]:
     """Time one prompt's attention alone, index builds included, by patterns and densely.
 
-    Over the layers for which all of these methods have patterns; nothing where there are none.
+    Args:
+        loaded: the model.
+        methods: with patterns in all of `layers`.
+        length: of the prompt, in tokens.
+        layers: the layers to sum over.
     """
-    served = {method.name: method.headwise for method in methods if method.headwise is not None}
-    plans = {name: make_plans(each.artifact) for name, each in served.items()}
-    layers = sorted(set.intersection(*(set(each) for each in plans.values())))
-    if not layers:
-        return {}
+    plans = _plans(methods)
     request = PlansToTime(tokens=length, plans=plans, sdpa=True)
     (timings,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [request], layers)
     dense = {SDPA: MODEL, ANCHOR: KERNEL}
     return {dense.get(name, name): seconds for name, seconds in timings.seconds.items()}
+
+
+def _plans(methods: Sequence[Method]) -> dict[str, dict[int, LayerPlan]]:
+    """Plans by layer of each method that has an artifact, by its name."""
+    served = {method.name: method.headwise for method in methods if method.headwise is not None}
+    return {name: make_plans(each.artifact) for name, each in served.items()}
 
 
 @torch.no_grad()
@@ -140,7 +155,7 @@ def decode_times(
     def enter(method: Method) -> AbstractContextManager[object]:
         cache = caches[method.name]
         extra = cache.get_seq_length() - length
-        if extra and not method.drops:
+        if extra and not _forgets(method, cache):
             cache.crop(-extra)
         current[:] = [cache]
         return method.apply(model)
@@ -161,6 +176,23 @@ def decode_times(
     }
 
 
+def _forgets(method: Method, cache: Any) -> bool:
+    """True if tokens have left the cache for good, so that it cannot be cut back."""
+    return (
+        method.drops
+        or _has_states(cache)
+        or any(
+            layer.is_sliding and layer.get_seq_length() >= layer.sliding_window
+            for layer in cache.layers
+        )
+    )
+
+
+def _has_states(cache: Any) -> bool:
+    """True if some layers, of convolutions or linear attention, have a state in place of keys."""
+    return not all(hasattr(layer, "keys") for layer in cache.layers)
+
+
 def prompted(loaded: LoadedModel, length: int, method: Method, cache: Any) -> None:
     """Fill a cache by the prefill of a prompt."""
     ids = prompt_ids(loaded, length)
@@ -170,12 +202,12 @@ def prompted(loaded: LoadedModel, length: int, method: Method, cache: Any) -> No
 def at_random(loaded: LoadedModel, length: int, seed: int, method: Method, cache: Any) -> None:
     """Fill a cache with random keys and values, the same for every method.
 
-    One that drops tokens is prefilled with random tokens instead, in chunks, as a serving engine
-    does.
+    One that drops tokens, or of a model with layers that have other states, is prefilled with
+    random tokens instead, in chunks, as a serving engine does.
     """
     model = loaded.model
     device = execution_device(model)
-    if method.drops:
+    if method.drops or _has_states(cache):
         generator = torch.Generator().manual_seed(seed)
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(0, vocabulary, (1, length), generator=generator, device="cpu")

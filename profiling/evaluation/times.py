@@ -21,6 +21,7 @@ from profiling.evaluation.speed import (
     decode_times,
     prefill_times,
     prompted,
+    shared_layers,
 )
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
@@ -220,25 +221,26 @@ class _Stored:
     def attention(
         self, loaded: LoadedModel, evaluated: Sequence[Method], length: int
     ) -> list[AttentionRow]:
-        """Time attention alone of methods whose prefill has patterns."""
+        """Time attention alone of methods whose prefill has patterns, over their common layers."""
         methods = [each for each in evaluated if each.headwise is not None and not each.evicts]
-        units = {each.name: self.unit("attention", length, each) for each in methods}
+        layers = shared_layers(methods)
+        if not layers:
+            return []
+        # Methods with other patterns, in other layers, may be added later.
+        measurement = f"attention/{','.join(map(str, layers))}"
+        units = {each.name: self.unit(measurement, length, each) for each in methods}
         missing = [each for each in methods if self.lacks(units[each.name])]
         if missing:
-            seconds = attention_seconds(loaded, missing, length)
+            seconds = attention_seconds(loaded, missing, length, layers)
+            dense = {name: seconds[name] for name in DENSE if name in seconds}
             for method in missing:
-                names = (method.name, *DENSE)
-                taken = {name: seconds[name] for name in names if name in seconds}
+                # Without its name: a method of another name can have the same identity.
+                taken = {"seconds": seconds[method.name], "dense": dense}
                 self.ledger.put(units[method.name], taken)
-        rows = []
-        for name, unit in units.items():
-            taken = self.ledger.get(unit)
-            if taken:
-                dense = {each: taken[each] for each in DENSE if each in taken}
-                rows.append(
-                    AttentionRow(method=name, length=length, seconds=taken[name], dense=dense)
-                )
-        return rows
+        return [
+            AttentionRow(method=name, length=length, **self.ledger.get(unit))
+            for name, unit in units.items()
+        ]
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

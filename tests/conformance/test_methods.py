@@ -27,6 +27,7 @@ from profiling.evaluation.method_table import (
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
 from profiling.models.identity import identity_of
+from runtime.memory import memory_report
 from tests.profiling.conftest import folder, loaded, searched
 
 __all__ = ["folder", "loaded", "searched"]
@@ -136,10 +137,40 @@ def test_methods_with_fields_keep_what_they_say(target_model):
         assert method.name == name and method.kept == pytest.approx(share), name
         assert method.headwise is not None
         plain = methods.make(name.partition(":")[0], LENGTH)
-        assert (method.identity == plain.identity) == ("omnikv" in name), name
+        assert method.identity != plain.identity, name
     section = methods.make("dense+streaming:sinks=4,window=41", LENGTH).headwise.artifact.kv_cache
     assert section.policies[section.layers[0]] == Streaming(sinks=4, window=41)
-    assert methods.make("headwise+omnikv:offload=packed", LENGTH).offload == "packed"
+    # Times and memory are stored by identity, and depend on where keys and values are.
+    places = [methods.make(f"headwise+omnikv:offload={at}", LENGTH) for at in ("never", "packed")]
+    assert [each.offload for each in places] == ["never", "packed"]
+    assert places[0].identity != places[1].identity
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "tokens"),
+    [
+        # SnapKV keeps its window of 64 and another token, a short prompt whole.
+        ("dense+snapkv", 300, 65),
+        ("dense+snapkv", 64, 64),
+        ("dense+snapkv", 1, 1),
+        ("dense+random", 20, 20),
+        ("dense+snapkv:budget=0.01", 900, 64),
+        ("dense+snapkv:budget=0.01,window=4", 900, 9),
+        ("dense+streaming", 10, 5),
+        ("dense+streaming", 900, 180),
+        ("dense+h2o", 900, 180),
+    ],
+)
+def test_methods_with_caches_count_the_tokens_they_keep(target_model, name, length, tokens):
+    loaded, artifact = target_model
+    method = Methods(loaded, artifact).make(name, length)
+    assert method.kept == pytest.approx(tokens / length)
+
+    ids = torch.randint(0, 256, (1, length))
+    with torch.no_grad(), method.apply(loaded.model):
+        cache = method.cache(loaded.model)
+        loaded.model(ids, past_key_values=cache, use_cache=True)
+    assert {layer.mean_cached for layer in memory_report(cache).layers} == {tokens}
 
 
 @pytest.mark.parametrize(
@@ -150,6 +181,7 @@ def test_methods_with_fields_keep_what_they_say(target_model):
         ("headwise+h2o:heavy=0.1", "that cache decides how prompts are attended to"),
         ("dense+own", "unknown method .dense.own.; known"),
         ("dense+snapkv:budget", "'budget' must be FIELD=VALUE"),
+        ("dense+snapkv:budget=70,budget=80", "'budget=80': give 'budget' once"),
         ("dense+snapkv:budget=2.5", "budget"),
         ("dense+snapkv:heavy=0.1", "heavy"),
         ("dense+omnikv:budget=3", r"'budget=3' must be offload=auto\|never\|packed"),

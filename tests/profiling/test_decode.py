@@ -14,6 +14,7 @@ from profiling.evaluation.speed import at_random
 from profiling.quality.forced_decode import forced_losses, prefill_texts
 from runtime.fingerprint import fingerprint
 from tests.profiling.conftest import text_losses
+from tests.tiny_text_model import save_tiny
 from tests.typed import make_prompts
 
 
@@ -134,6 +135,22 @@ def test_decode_times_and_memory_of_every_method(artifact_file, compared, capsys
     assert line[3:6:2] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
     assert line[7] == f"{1e3 / row['tokens_per_second']:.2f}"
     assert "## 512 tokens" in lines
+
+
+@pytest.mark.parametrize("family", ["sliding", "convolutions"])
+def test_decode_times_a_model_whose_cache_cannot_be_cut_back(family, hybrid, compared, tmp_path):
+    """Keys that have left a window, or a state, do not come back: the cache grows each round."""
+    model = hybrid
+    if family == "convolutions":
+        layers = ["conv", "full_attention", "conv"]
+        model = save_tiny(tmp_path / "lfm2", family="Lfm2", layer_types=layers)
+    # The second --model counts. Windows have 32 tokens.
+    words = f"--model {model} --methods dense+snapkv:budget=0.5,window=8 --samples 0 --repeats 2"
+    for context in (100, 8):
+        record = compared(f"{words} --steps 2 --context {context}")
+        timed = {each["method"]: each for each in record["decode"]}
+        assert list(timed) == ["dense", "dense_kernel", "dense+snapkv:budget=0.5,window=8"]
+        assert all(len(each["rounds"]) == 2 for each in timed.values())
 
 
 def test_decode_caches_are_filled_with_equal_keys(loaded, artifact_file):

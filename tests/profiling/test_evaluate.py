@@ -168,6 +168,47 @@ def test_evaluate_speed_only_runs_no_trials(command, invented):
     assert [each["method"] for each in record["attention"]] == ["headwise"]
 
 
+def test_evaluate_times_methods_that_are_the_same(command, tmp_path):
+    """Without a dense tail `headwise-tail` is `headwise`, and so is a renamed artifact's row."""
+    artifact, arrays = artifacts.load_pair(tmp_path / "cfg.yaml")
+    assert artifact.prefill.dense_tail == 0
+    record = command("--speed-only --repeats 1 --methods headwise headwise-tail")
+    seconds = {each["method"]: each["seconds"] for each in record["attention"]}
+    assert list(seconds) == ["headwise", "headwise-tail"]
+    assert seconds["headwise"] == seconds["headwise-tail"] > 0
+    words = "--speed-only --repeats 1 --methods headwise"
+    rows = []
+    for name in ("one", "two"):
+        artifacts.save(artifact, tmp_path / f"{name}.yaml", arrays)
+        record = command(words, extra=tmp_path / f"{name}.yaml")
+        rows.append({each["method"]: each["seconds"] for each in record["attention"]})
+    assert list(rows[1]) == ["headwise", "two"]
+    assert list(rows[0].values()) == list(rows[1].values())
+
+
+def test_evaluate_sums_attention_over_the_same_layers(command, tmp_path, monkeypatch):
+    """With an artifact that has patterns in one layer, and then without it."""
+
+    def counted(loaded, methods, length, layers):
+        return dict.fromkeys(["dense", *(each.name for each in methods)], float(len(layers)))
+
+    monkeypatch.setattr("profiling.evaluation.times.attention_seconds", counted)
+    artifact = artifacts.load(tmp_path / "cfg.yaml")
+    first = artifact.prefill.layers[0]
+    imported = artifacts.Imported(format="minference", file="first.json", sha256="0" * 64)
+    changes = {"layers": (first, None, None), "imported": imported}
+    prefill = artifact.prefill.model_copy(update=changes)
+    patterns = {name: artifact.patterns[name] for name in first}
+    sections = {"patterns": patterns, "prefill": prefill, "search": None}
+    artifacts.save(artifact.model_copy(update=sections), tmp_path / "first.yaml")
+
+    words = "--speed-only --repeats 1 --methods headwise"
+    both = command(words, extra=tmp_path / "first.yaml")["attention"]
+    assert [(each["method"], each["seconds"]) for each in both] == [("headwise", 1), ("first", 1)]
+    (alone,) = command(words)["attention"]
+    assert (alone["method"], alone["seconds"], alone["dense"]) == ("headwise", 3, {"dense": 3})
+
+
 def test_evaluate_kl_to_dense_of_prefills(command, searched):
     base = "--task line_asked --no-speed --samples 1 --seeds 2 --methods"
     text = f"--text {searched}/text.txt"
@@ -186,6 +227,12 @@ def test_evaluate_kl_to_dense_of_prefills(command, searched):
     later, alone = (by_row(command(f"{base} a_shape", out=out)) for out in ("report", "new"))
     row = ("line_asked", "a_shape", "KL to dense")
     assert later[row]["value"] == pytest.approx(alone[row]["value"], rel=1e-3)
+
+
+def test_evaluate_of_equal_depths_asks_once(command, invented):
+    words = "--task niah_single_2 --depths 0 0 --samples 1 --no-speed --methods dense"
+    (cell,) = command(words)["grid"]
+    assert (cell["depth"], cell["count"]) == (0, 1)
 
 
 def test_evaluate_of_more_methods_and_tasks_runs_new_trials_only(command, invented):

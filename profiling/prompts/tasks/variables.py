@@ -9,6 +9,7 @@ import itertools
 import random
 import string
 
+from artifacts import HeadwiseError
 from profiling.prompts import haystacks
 from profiling.prompts.kind import RULER, SHARE, Evidence, Parameter, Prompt, Request, task
 from profiling.prompts.tokens import Encoder, Ids, flat
@@ -23,6 +24,8 @@ _QUESTION = (
     "\n\nWhich variables have the value {value} in the text above? {count} variables have it:"
 )
 _EXAMPLE_LINES = 5
+# Half of the names of three letters that the worked example has.
+_MOST_VARIABLES = 26**3 // 2
 # What RULER lets a model answer with.
 _NEW_TOKENS = 30
 
@@ -42,6 +45,12 @@ _NEW_TOKENS = 30
 )
 def variable_tracking(request: Request, *, chains: int = 1, hops: int = 4) -> list[Prompt]:
     """Assign `chains` chains of `hops` hops each; ask for all variables of one chain."""
+    variables = chains * (hops + 1)
+    if variables > _MOST_VARIABLES:
+        raise HeadwiseError(
+            f"vt needs chains * (hops + 1) of at most {_MOST_VARIABLES} variables, got "
+            f"chains={chains} and hops={hops}, {variables} variables"
+        )
     encode = request.encode
     noise = haystacks.noise(encode)
 
@@ -71,11 +80,10 @@ def variable_tracking(request: Request, *, chains: int = 1, hops: int = 4) -> li
 
 def _chains(count: int, hops: int, letters: int, rng: random.Random) -> list[tuple[str, list[str]]]:
     """A value and the variables that get it, for each chain; no value and no variable twice."""
-    names = list[str]()
-    while len(names) < count * (hops + 1):
-        name = "".join(rng.choices(string.ascii_uppercase, k=letters))
-        if name not in names:
-            names.append(name)
+    drawn = dict[str, None]()
+    while len(drawn) < count * (hops + 1):
+        drawn["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
+    names = list(drawn)
     values = rng.sample(range(10**4, 10**5), count)
     return [
         (str(value), names[at * (hops + 1) : (at + 1) * (hops + 1)])

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from artifacts import HeadwiseError
 from profiling.prompts import haystacks
 from profiling.prompts.kind import Request
 from profiling.prompts.tokens import Encoder
@@ -94,3 +95,12 @@ def test_assemble_cuts_the_first_items():
     assert spans == [(3, 4), (4, 6), (6, 8)]
     ids, spans = request.assemble((1, 2), [(3,), (4, 4, 4), (5, 5)], (6, 6, 6))
     assert ids == (*start, 1, 2, 4, 5, 5, 6, 6, 6) and spans == [(3, 3), (3, 4), (4, 6)]
+
+
+@pytest.mark.parametrize(("chains", "hops"), [(1000, 1000), (100, 200), (1, 1000)])
+def test_vt_ends_for_any_number_of_variables(chains, hops):
+    """There are only so many names of three letters, which the worked example has."""
+    with pytest.raises(HeadwiseError, match=f"chains={chains} and hops={hops}|too small for vt"):
+        make_prompts(
+            f"vt@chains={chains},hops={hops}", byte_level(), length=4096, samples=1, seed=0
+        )
