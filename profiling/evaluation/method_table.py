@@ -129,8 +129,8 @@ class Parts(NamedTuple):
 def parts_of(name: str) -> Parts | None:
     """Take the name of a method apart; None where its way to prefill or its cache is unknown."""
     prefill, plus, rest = name.partition("+")
-    cache, _, fields = rest.partition(":")
-    if plus and cache not in CACHES:
+    cache, colon, fields = rest.partition(":")
+    if plus and (cache not in CACHES or (colon and not fields)):
         return None
     if prefill in METHODS:
         return Parts(METHODS[prefill], True, cache, fields)

@@ -180,6 +180,7 @@ def test_methods_with_caches_count_the_tokens_they_keep(target_model, name, leng
         ("dense+nothing:a=1", "unknown method .dense.nothing:a=1.; known"),
         ("headwise+h2o:heavy=0.1", "that cache decides how prompts are attended to"),
         ("dense+own", "unknown method .dense.own.; known"),
+        ("dense+snapkv:", "unknown method .dense.snapkv:.; known"),
         ("dense+snapkv:budget", "'budget' must be FIELD=VALUE"),
         ("dense+snapkv:budget=70,budget=80", "'budget=80': give 'budget' once"),
         ("dense+snapkv:budget=2.5", "budget"),
