@@ -22,6 +22,7 @@ COMPARED = (
     (QWEN, "qwen_0.5b_8192_compared"),
     (QWEN, "qwen_0.5b_16384_compared"),
     (QWEN_LARGE, "qwen_1.5b_4096_compared"),
+    (QWEN_LARGE, "qwen_1.5b_8192_compared"),
 )
 # Columns of the table of earlier searches, by a method's name in the files.
 METHODS = {
