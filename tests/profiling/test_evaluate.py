@@ -168,6 +168,12 @@ def test_evaluate_speed_only_runs_no_trials(command, invented):
     assert [each["method"] for each in record["attention"]] == ["headwise"]
 
 
+def test_evaluate_of_dense_attention_alone_times_no_patterns(command):
+    record = command("--speed-only --repeats 1 --methods dense")
+    assert {each["method"] for each in record["prefill"]} == {"dense", "dense_kernel"}
+    assert record["attention"] == []
+
+
 def test_evaluate_times_methods_that_are_the_same(command, tmp_path):
     """Without a dense tail `headwise-tail` is `headwise`, and so is a renamed artifact's row."""
     artifact, arrays = artifacts.load_pair(tmp_path / "cfg.yaml")

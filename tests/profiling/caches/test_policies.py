@@ -13,11 +13,12 @@ import torch
 from artifacts import H2O, HeadwiseError, SnapKV
 from profiling.caches import budget_curves
 from profiling.caches.budget_curves import measure
-from profiling.caches.parsing import SINKS, parse_policy
+from profiling.caches.parsing import SINKS, parse_cache, parse_policy
 from profiling.caches.policies import drawing, with_policy
 from profiling.inside.capture import capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt
+from profiling.quality.method import of_policy
 from runtime import memory_report
 from tests.profiling.conftest import tiny
 from tests.profiling.inside.plain import weights
@@ -87,6 +88,19 @@ def test_random_eviction_keeps_start_end_and_random_tokens(family):
     assert (
         drawn == [layer.tolist() for layer in places[1]] != [layer.tolist() for layer in places[2]]
     )
+
+
+def test_method_of_a_random_cache_draws_the_tokens_that_it_keeps():
+    model, ids = loaded("Llama"), torch.randint(3, 97, (1, LENGTH))
+    kept = []
+    for name in ("snapkv", "random"):
+        method = of_policy(model, name, parse_cache(f"{name}:budget=40,window=8"))
+        with torch.no_grad(), method.apply(model.model):
+            cache = method.cache(model.model)
+            model.model(ids, past_key_values=cache)
+        kept.append([layer.tolist() for layer in kept_places(model, cache, ids)])
+    assert kept[0] != kept[1]
+    assert all(head[:SINKS] == list(range(SINKS)) for layer in kept[1] for head in layer)
 
 
 SHARES = (0.1, 0.25, 0.6)

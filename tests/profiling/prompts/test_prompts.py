@@ -11,6 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts.prompt import Evidence, Prompt, digest, parse_task
+from profiling.prompts.text_files import read_text
 from profiling.prompts.tokens import Encoder
 from tests.profiling.prompts.files import LONG, count_overlaps, file_task
 from tests.profiling.tokenizers import MAKERS, byte_level
@@ -29,6 +30,14 @@ def test_encoder_ids_equal_the_tokenizers(tokenizer):
     changed = copy.copy(tokenizer)
     changed.__class__ = own
     assert Encoder(changed).each(["a"]) == [(7,)]
+
+
+def test_text_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(HeadwiseError, match=r"latin\.txt is not UTF-8 text: byte 3 does not"):
+        read_text(tmp_path / "latin.txt")
+    with pytest.raises(HeadwiseError, match=r"cannot read none\.txt: no such file"):
+        read_text(tmp_path / "none.txt")
 
 
 @pytest.mark.parametrize("task", ["passkey", "niah_single_1", "niah_single_2", "niah_single_3"])
