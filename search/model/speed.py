@@ -20,6 +20,7 @@ from kernels.index import TILE
 from profiling.environment import environment
 from profiling.ledger import Unit
 from profiling.progress import phase
+from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import HEADWISE, KERNEL, LEAST, MODEL, dense
 from profiling.speed.latency import prefill, time_calls
 from profiling.speed.layer_times import ANCHOR, SDPA, PlansToTime, Timings, all_threads, time_layers
@@ -92,9 +93,7 @@ def prefill_seconds(run: SearchRun) -> float:
     model = run.loaded.model
 
     def measure() -> float:
-        ids = torch.tensor(
-            [sequence.ids[: sequence.context]], device=execution_device(model), dtype=torch.long
-        )
+        ids = _prompt(model, sequence)
         with all_threads():
             taken = time_calls(
                 {KERNEL: lambda: prefill(model, ids)},
@@ -137,9 +136,7 @@ def time_prefills(run: SearchRun, artifact: Artifact) -> dict[str, Sequence[floa
     }
 
     def measure() -> dict[str, list[float]]:
-        ids = torch.tensor(
-            [sequence.ids[: sequence.context]], device=execution_device(model), dtype=torch.long
-        )
+        ids = _prompt(model, sequence)
         taken: dict[str, list[float]] = {name: [] for name in methods}
         began = time.monotonic()
         limit = _SHARE * (began - run.began)
@@ -160,6 +157,13 @@ def time_prefills(run: SearchRun, artifact: Artifact) -> dict[str, Sequence[floa
 
     depends = {"baseline": baseline, "dense below": artifact.prefill.dense_below}
     return dict(run.ledger.once(_unit(run, "times of whole prefills", depends), measure))
+
+
+def _prompt(model: Any, sequence: TokenSequence) -> torch.Tensor:
+    """The context of a sequence as a batch of one, (1, S)."""
+    return torch.tensor(
+        [sequence.ids[: sequence.context]], device=execution_device(model), dtype=torch.long
+    )
 
 
 def another_round(done: int, seconds: float, limit: float) -> bool:

@@ -127,7 +127,7 @@ def test_merge_attention_of_two_parts_equals_one_softmax(few, masked, softcap):
 @pytest.mark.skipif(build.load() is not None, reason="no native code on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_evict_call_native_equals_torch(dtype):
-    """What is dropped by definition is in the conformance of policies."""
+    """The definition of what is dropped is tested by the conformance of policies."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 2, 3, 300, 16).to(dtype)
     scores = torch.rand(2, 3, 300)
