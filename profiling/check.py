@@ -14,8 +14,10 @@ from artifacts import Artifact, HeadwiseError
 from artifacts.cli.arguments import ArtifactFile, ModelName
 from artifacts.cli.command import FOUND
 from artifacts.cli.options import Arg, CommandConfig
-from artifacts.errors import one_line, shorten
+from artifacts.errors import one_line
 from artifacts.schema.front import POINT, read_point
+from profiling.models.loading import load_config
+from profiling.models.packages import PACKAGES
 from runtime.omnikv.select import roles_of
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.misfits import grouped, misfits, reasons_by_layer, summary, why_dense
@@ -133,11 +135,6 @@ def _version(package: str) -> str | None:
 
 
 def _model_config(model: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or ["no message"]
-        where = f"the configuration of {shorten(model)} cannot be read"
-        raise HeadwiseError(f"{where}: {lines[0]}") from None
+    if model in PACKAGES or model.endswith(".gguf"):
+        raise HeadwiseError(f"--model must be a folder or a hub id, as vLLM takes it, got {model}")
+    return load_config(model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, naming, path_text, shorten
 from artifacts.files import followed, read_regular
@@ -170,7 +170,7 @@ def _parse(
             )
         if missing := [name for name in Artifact.model_fields if name not in fields]:
             raise ArtifactError(f"{missing[0]}: missing (is the file cut short?)")
-        artifact = to_artifact(fields)
+        artifact = _valid(fields)
         if check_content and (actual := content_sha256(fields)) != artifact.content_sha256:
             raise ArtifactError(
                 f"content_sha256: says {shorten(artifact.content_sha256, 14)} but the content "
@@ -178,6 +178,25 @@ def _parse(
                 "it, or keep the change with `headwise validate --rehash`"
             )
         return artifact
+
+
+def _valid(fields: dict[str, Any]) -> Artifact:
+    try:
+        return to_artifact(fields)
+    except ArtifactError as error:
+        if not _is_unchanged(fields):
+            raise
+        raise ArtifactError(
+            f"{error}: another version of headwise wrote this file, search again"
+        ) from None
+
+
+def _is_unchanged(fields: dict[str, Any]) -> bool:
+    try:
+        return bool(content_sha256(fields) == fields["content_sha256"])
+    except (ArtifactError, AttributeError, TypeError):
+        # A section is no mapping, or a value has no JSON form.
+        return False
 
 
 def _beside(path: Path, name: str) -> Path:

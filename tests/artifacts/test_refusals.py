@@ -87,6 +87,17 @@ def test_load_of_an_edited_file_names_the_field(saved, old, new, says):
     assert refused.startswith(f"{saved}: ") and says in refused
 
 
+def test_load_of_a_file_of_another_version_says_search_again(saved):
+    fields = strict_yaml.parse(saved.read_bytes())
+    fields["prefill"]["stride"] = fields["prefill"].pop("dense_tail")
+    saved.write_text(as_yaml(fields))
+    assert "another version" not in line(saved)
+    fields["content_sha256"] = content_sha256(fields)
+    saved.write_text(as_yaml(fields))
+    refused = line(saved)
+    assert "prefill.stride: " in refused and "another version of headwise" in refused
+
+
 def test_load_of_a_missing_file_directory_or_device_is_refused(tmp_path):
     assert "is a directory" in line(tmp_path)
     assert "no regular file" in line(os.devnull)

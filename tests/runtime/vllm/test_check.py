@@ -171,9 +171,17 @@ def test_check_rejects_split_batches():
     assert "--enable-dbo" in next(engine_misfits(artifact, config))
 
 
-def test_check_rejects_unreadable_config(front, tmp_path):
-    with pytest.raises(artifacts.HeadwiseError, match=r"the configuration of .* cannot be read"):
-        main(["check", str(front[1]), "--model", str(tmp_path / "none")])
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("./none", r"unknown model './none': there is no such folder"),
+        ("smollm2", r"--model must be a folder or a hub id, .* got smollm2"),
+        ("model.gguf", r"--model must be a folder or a hub id, .* got model.gguf"),
+    ],
+)
+def test_check_rejects_a_model_that_vllm_cannot_load(front, model, says):
+    with pytest.raises(artifacts.HeadwiseError, match=says):
+        main(["check", str(front[1]), "--model", model])
 
 
 def test_vllm_is_installed():
