@@ -49,7 +49,10 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "measure which layers select tokens for later layers (OmniKV)",
         ),
         "heatmaps": ("profiling.heatmaps", "draw layer similarity and the attention of a head"),
-        "plot": ("profiling.plot", "draw an artifact's patterns, or the candidates of a head"),
+        "plot": (
+            "profiling.plot",
+            "draw an artifact's frontier, its patterns, or the candidates of a head",
+        ),
         "stream": ("profiling.stream", "measure perplexity over an endless text (StreamingLLM)"),
         "tasks": ("profiling.tasks", "list the tasks that prompts are made from"),
         "bench": ("profiling.bench", "time Headwise's prefill kernels and torch's"),

@@ -37,10 +37,10 @@ _PACKAGES = ("headwise", "torch", "transformers", "triton", "optuna", "gguf", "v
 _TOKENS = 4096
 # More than one, for a prefill also has work that is done once.
 _LAYERS = 2
-# Density of SmolLM2's searches by length: the median of three (docs/results/smollm2_search.json).
-_DENSITIES = {4096: 0.32, 8192: 0.21}
-# A default search on a CPU in dense prefills: 40 to 53 of SmolLM2, 41 of a 1B (docs/results.md).
-PREFILLS = 46
+# Median density of the default searches by length (docs/results/searches_by_limits.json).
+_DENSITIES = {4096: 0.36, 8192: 0.38}
+# Least and most dense prefills that default searches on a CPU took as long as (the same file).
+PREFILLS = (94, 226)
 
 
 class Config(CommandConfig):
@@ -135,7 +135,11 @@ def time_layer(text: Any, dtype: str, device: str) -> tuple[int, list[float], An
 
 
 def estimates(text: Any, timed: int, layer_s: float, attention: Any) -> list[dict[str, float]]:
-    """Estimate seconds of a prefill and a search by length, from a layer of `timed` tokens."""
+    """Estimate seconds of a prefill and a search by length, from a layer of `timed` tokens.
+
+    A search has an estimate of the least and one of the most: one that tests more budgets, or
+    measures more contexts, takes longer.
+    """
     from runtime.layers import layer_kind
 
     layers = text.num_hidden_layers
@@ -154,7 +158,8 @@ def estimates(text: Any, timed: int, layer_s: float, attention: Any) -> list[dic
         full = triangle * (layers - sliding)
         row = {"tokens": tokens, "dense_s": same + full * fastest}
         row["headwise_s"] = same + full * min(fastest, density * sparse)
-        rows.setdefault(tokens, {**row, "search_s": PREFILLS * row["dense_s"]})
+        least, most = (count * row["dense_s"] for count in PREFILLS)
+        rows.setdefault(tokens, {**row, "search_least_s": least, "search_most_s": most})
     return list(rows.values())
 
 
@@ -186,7 +191,8 @@ def run(config: Config) -> int:
         rows = [["tokens", "first token, dense", "Headwise", "default search on a CPU"]]
         for row in report["estimates"]:
             times = f"{row['dense_s']:.1f} s", f"{row['headwise_s']:.1f} s"
-            rows.append([f"{row['tokens']:,}", *times, f"{row['search_s'] / 60:,.1f} min"])
+            least, most = row["search_least_s"] / 60, row["search_most_s"] / 60
+            rows.append([f"{row['tokens']:,}", *times, f"{least:,.0f} to {most:,.0f} min"])
         noise = f"load average {load:.1f}, rounds differ by {max(seconds) / min(seconds):.1f}x"
         title = f"{name}, within a factor of two on a quiet machine ({noise})"
         show("times", "\n".join([title, *aligned(rows)]))

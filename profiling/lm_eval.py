@@ -16,7 +16,7 @@ EXAMPLES = """\
   pretrained        also smollm2 and gemma3, from their packages
   config            the artifact, or `dense` for the model's own attention
   check_weights     false accepts other weights of the same architecture
-  point             of the artifact's front: speedup=X, kl=X or recall=X
+  point             of the artifact's front: lost=X, kl=X, speedup=X or recall=X
 """
 
 

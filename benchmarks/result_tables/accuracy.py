@@ -157,8 +157,8 @@ def essays_table(results: Results) -> str:
 
 @table("MInference")
 def minference_table(results: Results) -> str:
-    """A default search and MInference's, at 4,096 tokens."""
-    names = {"cfg.yaml": "default search, budget 0.25"}
+    """A search with a budget of 0.25 and MInference's, at 4,096 tokens."""
+    names = {"cfg.yaml": "search, budget 0.25"}
     names |= {
         f"heads_{budget}.yaml": f"MInference's search, {budget}"
         for budget in ("0.3", "0.25", "0.2", "0.15")
@@ -181,10 +181,10 @@ def minference_table(results: Results) -> str:
 
 @table("skip-softmax")
 def skip_table(results: Results) -> str:
-    """A default search's artifact and skip-softmax with one threshold for all heads."""
+    """An earlier search's artifact and skip-softmax with one threshold for all heads."""
     file = "smollm2_4096_skip_softmax_versus"
     dense = results.settings(file)["dense_seconds"]["dense_kernel"]
-    names = {"s4.yaml": "default search", "skip_463.yaml": "skip-softmax, as fast"}
+    names = {"s4.yaml": "earlier search", "skip_463.yaml": "skip-softmax, as fast"}
     names["skip_0.4.yaml"] = "skip-softmax, faster"
     rows = []
     for config, name in names.items():

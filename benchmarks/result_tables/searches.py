@@ -177,7 +177,7 @@ def limits_table(results: Results) -> str:
 
 @table("search times")
 def times_table(results: Results) -> str:
-    """A dense prefill and a default search, by model size."""
+    """A dense prefill and a search with a budget of 0.25, by model size."""
     rows = []
     for row in results["search_times"].rows:
         estimated = ", estimated" if row["estimated"] else ""
@@ -192,7 +192,7 @@ def times_table(results: Results) -> str:
             ]
         )
     header = ["model", "processor, dtype", "weights", "tokens", "a dense prefill"]
-    return markdown([*header, "a default search"], rows)
+    return markdown([*header, "a search, budget 0.25"], rows)
 
 
 @table("gate errors")

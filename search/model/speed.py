@@ -169,7 +169,7 @@ def _prompt(model: Any, sequence: TokenSequence) -> torch.Tensor:
 def another_round(done: int, seconds: float, limit: float) -> bool:
     """True while one more round of whole prefills is due.
 
-    Three are always made, for a verdict by an interval: six of the search's forty passes or more.
+    Three are always made, for a verdict by an interval: six of the search's ninety passes or more.
     More are made as long as all together take at most `limit`.
 
     Args:
