@@ -7,7 +7,8 @@ OpenVINO GenAI serves the model densely and with XAttention, its sparse prefill.
 if each of its tokens has p > 0.5, given the right ones before it: one rule for all methods. Prompts
 are held out: no search has seen them. Seconds to the first token are of the same prompts, methods
 interleaved. The file is saved after each measurement; the same command resumes it, and further
-tasks, contexts, thresholds, points and artifacts are added to it.
+tasks, contexts, thresholds, points and artifacts are added to it. A prompt that a method is added
+to is timed again by all.
 
 openvino_engines.py serves a prompt, openvino_export.py makes the graph that OpenVINO serves, and
 openvino_record.py the file.
@@ -214,10 +215,10 @@ def _artifacts(
 
 
 def _proven(artifact: Artifact, length: int) -> float | None:
-    """The bound of the lost answers that a search at that length has proven; None without one."""
+    """The bound of the lost answers that is proven at that length; None without one."""
     verdict = artifact.evidence.verdict
-    searched = artifact.search and artifact.search.calibration.length
-    if verdict is None or not verdict.proven or searched != length:
+    measured = artifact.evidence.measured_length
+    if verdict is None or not verdict.proven or measured != length:
         return None
     return verdict.lost_high
 
@@ -318,36 +319,36 @@ def _measure_accuracy(
             method = make(graphs)
             for request in left:
                 shown.note(f"{name}, {request.task}")
-                record.put(request.digest, "log_p", name, method.log_p(request))
+                record.put_log_p(request.digest, name, method.log_p(request))
                 shown.update()
 
 
 def _measure_seconds(
     record: Record, methods: _Methods, requests: list[Request], graphs: Graphs
 ) -> None:
-    """Prompt by prompt, each by all methods in turn, after one prompt that is not measured."""
-    left = {
-        request: [name for name in methods if name not in record.prompts[request.digest]["seconds"]]
-        for request in requests
-    }
-    count = sum(map(len, left.values()))
-    if not count:
+    """Prompt by prompt, each by all methods in one turn, after one prompt that is not measured.
+
+    A prompt that lacks a method is timed again by all: times of two turns are no speed-up.
+    """
+    timed = {request: record.prompts[request.digest]["seconds"].keys() for request in requests}
+    left = [request for request, names in timed.items() if not methods.keys() <= names]
+    if not left:
         return
     record.check_machine()
-    total = len(requests) * len(methods)
-    with phase("first token", total, "prompts") as shown:
-        shown.skip(total - count)
-        needed = [name for name in methods if any(name in names for names in left.values())]
-        made = {name: methods[name](graphs) for name in needed}
+    if dropped := sorted({name for request in left for name in timed[request]} - methods.keys()):
+        announce(f"seconds of an earlier turn are replaced; not timed again: {', '.join(dropped)}")
+    with phase("first token", len(left) * len(methods), "prompts") as shown:
+        made = {name: make(graphs) for name, make in methods.items()}
         for name, method in made.items():
             shown.note(f"{name}, not measured")
-            method.seconds(requests[-1])
-        for request, names in left.items():
-            for name in names:
+            method.seconds(left[-1])
+        for request in left:
+            seconds = {}
+            for name, method in made.items():
                 shown.note(f"{name}, {request.task}")
-                seconds = round(made[name].seconds(request), 4)
-                record.put(request.digest, "seconds", name, seconds)
+                seconds[name] = round(method.seconds(request), 4)
                 shown.update()
+            record.put_turn(request.digest, seconds)
 
 
 def main() -> int:

@@ -131,16 +131,20 @@ class Record:
             )
         self._machine = machine
 
-    def put(self, digest: str, kind: str, method: str, value: Any) -> None:
-        """Keep a measurement, and save the file.
+    def put_log_p(self, digest: str, method: str, value: LogP) -> None:
+        """Keep the answers of a method, and save the file.
 
         Raises:
             HeadwiseError: the engines' dense attentions do not agree; nothing is saved.
         """
         prompt = self.prompts[digest]
-        if kind == "log_p":
-            check_agreement({**prompt[kind], method: value}, prompt["task"])
-        prompt[kind][method] = value
+        check_agreement({**prompt["log_p"], method: value}, prompt["task"])
+        prompt["log_p"][method] = value
+        write(self._path, self.result())
+
+    def put_turn(self, digest: str, seconds: Mapping[str, float]) -> None:
+        """Keep the seconds of a turn over all methods, in place of earlier ones; save the file."""
+        self.prompts[digest]["seconds"] = dict(seconds)
         write(self._path, self.result())
 
     def _settings(self) -> dict[str, Any]:
@@ -239,11 +243,19 @@ def _correct(prompt: Mapping[str, Any], method: str) -> int:
 
 
 def rows_of(prompts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each method: seconds, speed-ups, correct answers and losses, by task and pooled."""
+    """A row for each method: seconds, speed-ups, correct answers and losses, by task and pooled.
+
+    Seconds are of the prompts that all timed methods were timed on.
+    """
     methods = dict.fromkeys(
         name for prompt in prompts for kind in ("log_p", "seconds") for name in prompt[kind]
     )
     tasks = dict.fromkeys(prompt["task"] for prompt in prompts)
+    timed = {name for prompt in prompts for name in prompt["seconds"]}
+    prompts = [
+        prompt if timed <= prompt["seconds"].keys() else {**prompt, "seconds": {}}
+        for prompt in prompts
+    ]
     rows = []
     for method in sorted(methods, key=_place):
         by_task = {}
@@ -272,8 +284,9 @@ def _figures(prompts: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any
     each = []
     for prompt in served:
         own = own_dense(method, prompt["log_p"])
-        if (one := lost([prompt], method, own)) is not None:
-            each.append(one["value"])
+        # Without a correct answer of dense attention there is none to lose.
+        if own in prompt["log_p"] and (least := _correct(prompt, own)):
+            each.append((least - _correct(prompt, method)) / least)
     return {
         "seconds": _spread(seconds),
         "correct": sum(_correct(prompt, method) for prompt in served),

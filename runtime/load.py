@@ -45,15 +45,17 @@ def load(
             there is no front; `verify` is no public key.
     """
     artifact = artifacts.load(path, verify=verify)
-    verdict = artifact.evidence.verdict
-    sparse = any(pattern.kind != "dense" for pattern in artifact.patterns.values())
-    if sparse and (verdict is None or not verdict.proven):
-        _warn_once(f"{one_line(str(path))} is {artifact.evidence.proof}")
+    shown = one_line(str(path))
     if point is not None:
         try:
             artifact = artifact.at_point(point)
         except HeadwiseError as error:
-            raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
+            raise HeadwiseError(f"{shown}: {error}") from None
+        shown += f" at {one_line(point)}"
+    verdict = artifact.evidence.verdict
+    sparse = any(pattern.kind != "dense" for pattern in artifact.patterns.values())
+    if sparse and (verdict is None or not verdict.proven):
+        _warn_once(f"{shown} is {artifact.evidence.proof}")
     return LoadedArtifact(artifact)
 
 

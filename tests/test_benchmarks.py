@@ -14,10 +14,11 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, load
 from profiling.evaluation.intervals import share_of
 from profiling.quality.sequences import TokenSequence
 
@@ -243,6 +244,56 @@ def test_openvino_speedups_are_medians_of_ratios_by_prompt(openvino_record):
     assert re.search(r"Headwise, .* 1\.000 +3\.00x +3 of 3 +0\.0% \(0\.0 to 0\.0\) +-", shown)
 
 
+def test_openvino_seconds_are_of_prompts_that_all_timed_methods_were_timed_on(openvino_record):
+    prompts = [_measured("a", dense="1", headwise="1") for _ in range(3)]
+    prompts[0]["seconds"] = {"dense": 10.0, "headwise": 8.0}
+    for prompt in prompts[1:]:
+        prompt["seconds"] = {"headwise": 20.0}
+    dense, headwise = openvino_record.rows_of(prompts)
+    assert dense["seconds"]["median"] == 10.0 and headwise["seconds"]["median"] == 8.0
+    assert headwise["over"] == {"dense": 1.25}
+
+
+def test_openvino_loss_by_prompt_leaves_out_prompts_that_dense_attention_fails(openvino_record):
+    prompts = [_measured("a", dense="0", headwise="1"), _measured("a", dense="11", headwise="10")]
+    assert openvino_record.rows_of(prompts)[-1]["lost_by_prompt"]["min"] == 0.5
+
+
+def test_openvino_times_a_prompt_again_by_all_methods_where_one_is_added(
+    openvino_script, openvino_record, tmp_path
+):
+    path = tmp_path / "out.json"
+    request = openvino_script["Request"](digest="d1", task="a", ids=(1,), after=(), answers=())
+
+    def measure(slowness, *names):
+        record = openvino_record.Record(path, _header(), {})
+        record.add("d1", {"task": "a", "tokens": 64, "answers": 1})
+        seconds = {"dense": 10.0, "headwise": 8.0, "xattention_0.9": 9.0}
+        engines = {
+            name: lambda _, name=name: SimpleNamespace(
+                seconds=lambda _: calls.append(name) or slowness * seconds[name]
+            )
+            for name in names
+        }
+        openvino_script["_measure_seconds"](record, engines, [request], None)
+        return record.rows()
+
+    calls = []
+    measure(1, "dense", "headwise")
+    rows = measure(2, "dense", "headwise", "xattention_0.9")
+    assert [row["over"]["dense"] for row in rows] == pytest.approx([1, 1.25, 1.1111])
+    assert rows[0]["seconds"]["median"] == 20.0
+    calls.clear()
+    measure(3, "dense", "xattention_0.9")
+    assert not calls, "all were timed in one turn"
+
+
+def test_openvino_bound_is_of_the_measured_length_and_of_the_default_point(openvino_script):
+    artifact, proven = load(ROOT / "examples/smollm2.yaml"), openvino_script["_proven"]
+    assert proven(artifact, 8192) == artifact.evidence.verdict.lost_high
+    assert proven(artifact, 4096) is None and proven(artifact.at_point("lost=0.001"), 8192) is None
+
+
 def _header(**changes):
     header = {"what": "w", "command": "c", "commit": "1", "machine": "one", "model": "m"}
     header |= {"versions": {"torch": "2"}, "tokens": 64, "settings": {"dtype": "bfloat16"}}
@@ -258,15 +309,15 @@ def test_openvino_record_resumes_and_refuses_other_settings(openvino_record, tmp
 
     record = opened(_header())
     record.add("d1", {"task": "a", "tokens": 64, "answers": 1})
-    record.put("d1", "log_p", "dense", [-0.1])
+    record.put_log_p("d1", "dense", [-0.1])
     with pytest.raises(HeadwiseError, match=r"a: log p of answers differs by 0\.90"):
-        record.put("d1", "log_p", "openvino", [-1.0])
+        record.put_log_p("d1", "openvino", [-1.0])
     further = {"other": {"name": "b.yaml", "content_sha256": "cd", "heads": {}}}
     # Accuracy does not depend on the machine.
     resumed = opened(_header(machine="two"), further)
     assert resumed.prompts["d1"]["log_p"] == {"dense": [-0.1]}
     resumed.check_machine()
-    resumed.put("d1", "seconds", "dense", 1.5)
+    resumed.put_turn("d1", {"dense": 1.5})
     stored = json.loads(path.read_text())
     artifact_rows = [row for row in stored["rows"] if row["part"] == "artifact"]
     assert [row["method"] for row in artifact_rows] == ["headwise", "other"]

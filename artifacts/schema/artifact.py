@@ -195,7 +195,8 @@ class Artifact(Record):
     def at_point(self, point: str) -> Self:
         """Return the artifact with the rows of a point of its front, and without the front.
 
-        All other fields are unchanged: `search`, `evidence` and the hashes still describe the file.
+        `search` and the hashes still describe the file. Of rows other than the default ones there
+        is no evidence: their loss is predicted, not proven.
 
         Args:
             point: request for a point (see artifacts.schema.front.read_point).
@@ -214,7 +215,10 @@ class Artifact(Record):
             served["layers"] = chosen.layers
         if chosen.dense_tail is not None:
             served["dense_tail"] = chosen.dense_tail
-        return self.model_copy(update={"prefill": self.prefill.model_copy(update=served)})
+        changes: dict[str, object] = {"prefill": self.prefill.model_copy(update=served)}
+        if len(served) > 1:
+            changes["evidence"] = Evidence()
+        return self.model_copy(update=changes)
 
     def _check_unit(self, front: Front) -> None:
         """Raise ValueError if the front and the search have different cost units."""

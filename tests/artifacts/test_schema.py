@@ -88,8 +88,11 @@ def test_rows_of_points_round_trip(every_kind, tmp_path):
     fast = (("a_64_512",) * 4, None, *[("bs_9",) * 4] * 3)
     assert [point.layers for point in artifact.prefill.front.points] == [fast, None]
     for point, rows in (("speedup=4", fast), ("kl=0.01", artifact.prefill.layers)):
-        chosen = artifact.at_point(point).prefill
-        assert chosen.layers == rows and chosen.front is None
+        chosen = artifact.at_point(point)
+        assert chosen.prefill.layers == rows and chosen.prefill.front is None
+        # The gate measured the default rows alone.
+        proven = rows == artifact.prefill.layers
+        assert chosen.evidence == (artifact.evidence if proven else artifacts.Evidence())
 
 
 def test_front_has_at_most_three_points(every_kind):

@@ -69,6 +69,19 @@ def test_load_with_point_uses_its_rows(saved, point, name):
     assert (prefill.front is None) == (point is not None)
 
 
+def test_load_warns_of_a_point_that_no_gate_measured(saved, tmp_path, caplog):
+    verdict = artifacts.Verdict(proven=True, contexts=4, lost=0.0, lost_high=0.01, max_lost=0.05)
+    artifact = artifacts.load(saved[1])
+    evidence = artifacts.Evidence(verdict=verdict)
+    path = tmp_path / "proven.yaml"
+    artifacts.save(artifact.model_copy(update={"evidence": evidence}), path)
+    for point in (None, "recall=0.9"):
+        assert load(path, point=point).artifact.evidence == evidence
+    assert not caplog.records
+    assert load(path, point="speedup=8").artifact.evidence == artifacts.Evidence()
+    assert "proven.yaml at speedup=8 is not proven: no gate has run" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("point", "values"),
     [
