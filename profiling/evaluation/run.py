@@ -142,9 +142,10 @@ def quality_of(
     else:
         tasks = tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS)
     lengths = lengths or [_usual_length([artifact, *others.values()], quick=quick)]
-    methods = config.methods or tuple(name for name in default if name in names)
-    if ALL_METHODS in methods:
-        methods = names
+    asked = config.methods or tuple(name for name in default if name in names)
+    # Methods with fields of their own may be named beside all others.
+    by_name = {ALL_METHODS: names}
+    methods = [name for each in asked for name in by_name.get(each, (each,))]
     usual_depths: tuple[float, ...] = DEPTHS
     if quick:
         usual_depths = _QUICK_DEPTHS

@@ -163,6 +163,14 @@ def test_quality_of_default_tasks(searched):
     assert defaults("--length 800 700 --task passkey") == ((Task("passkey"),), (700, 800))
 
 
+def test_quality_of_keeps_the_methods_named_beside_all(searched):
+    artifact = artifacts.load(searched / "cfg.yaml")
+    config = config_of("cfg.yaml --out report --methods all dense+snapkv:budget=0.1 a_shape")
+    methods = evaluation_run.quality_of(config, artifact, {"other": artifact}).methods
+    every = method_names(artifact, ("other",))
+    assert methods == (*every, "dense+snapkv:budget=0.1") and methods[0] == "dense"
+
+
 def test_tasks_of_adds_the_text_to_each_needle_task(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
