@@ -16,7 +16,13 @@ from profiling.evaluation.config import (
     Evaluation,
     Speed,
 )
-from profiling.evaluation.measure import check_lengths, evaluate, open_ledger, tasks_of
+from profiling.evaluation.measure import (
+    check_lengths,
+    check_seeds,
+    evaluate,
+    open_ledger,
+    tasks_of,
+)
 from profiling.evaluation.method_table import (
     ALL_METHODS,
     check_name,
@@ -100,6 +106,7 @@ def _check(
     """Raise HeadwiseError for requests that an artifact cannot serve, before a model is loaded."""
     for file, artifact in zip(config.configs, artifacts, strict=True):
         check_lengths(file, artifact, quality.lengths)
+        check_seeds(file, artifact, quality)
         try:
             compare(artifact.model, artifacts[0].model)
         except HeadwiseError as error:
