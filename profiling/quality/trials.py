@@ -129,8 +129,7 @@ def _text_losses(
     if method.evicts:
         texts = prefill_texts(model, lambda: method.cache(model), [prompt], last)
         losses = forced_losses(model, texts, last)
-        record = {"blocks": None, "block_tokens": None, "forced": float(losses.mean())}
-        return record, None
+        return {"blocks": None, "block_tokens": None, "forced": float(losses.mean())}, None
     logits = text_logits(model, prompt.input_ids)
     losses = token_losses(
         logits, torch.tensor(prompt.input_ids[1:], device=logits.device, dtype=torch.long)
