@@ -90,9 +90,14 @@ def main() -> None:
         pairs = [each[name] for each in by_context]
         interval = share_of([loss for loss, _ in pairs], [size for _, size in pairs])
         row: dict[str, Any] = {"statistic": name, "loss": round(interval.value, 5)}
-        row |= {"low": round(interval.low, 5), "high": round(interval.high, 5)}
-        rows.append(row)
-        print(f"{name:<32} {interval.value:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})")
+        line = f"{name:<32} {interval.value:+.4f}"
+        low = high = None
+        if interval.is_known:
+            low = round(interval.low, 5)
+            high = round(interval.high, 5)
+            line += f" ({low:+.4f} to {high:+.4f})"
+        rows.append(row | {"low": low, "high": high})
+        print(line)
     settings = {"tokens": length, "contexts": len(by_context), "answers": answers}
     result = Result(
         what="Loss of answers by statistic: fraction of dense attention's value, by context",

@@ -220,7 +220,8 @@ def lost(
         method, baseline: names of methods.
 
     Returns:
-        The value, its 95% interval (None of one prompt) and the prompts; None without any.
+        The value, its 95% interval (None where one prompt has all correct answers of the baseline)
+        and the prompts; None without any.
     """
     pairs = [
         (_correct(prompt, baseline), _correct(prompt, method))
@@ -231,7 +232,7 @@ def lost(
         return None
     interval = share_of([base - own for base, own in pairs], [base for base, _ in pairs])
     low = high = None
-    if interval.count > 1:
+    if interval.is_known:
         low = round(interval.low, _DIGITS)
         high = round(min(interval.high, 1.0), _DIGITS)
     value = round(interval.value, _DIGITS)

@@ -115,7 +115,7 @@ def compared(config: Config) -> Report:
         HeadwiseError: the artifact has neither section, or is for another model; an unknown method.
     """
     from profiling.caches.policies import with_section
-    from profiling.evaluation.measure import check_lengths, evaluate, tasks_of
+    from profiling.evaluation.measure import check_lengths, check_seeds, evaluate, tasks_of
     from profiling.evaluation.methods import Methods
     from profiling.evaluation.record import record_of
     from profiling.evaluation.report import Report
@@ -143,6 +143,8 @@ def compared(config: Config) -> Report:
         share=config.share,
         seed=config.seed,
     )
+    if config.artifact is not None and artifact is not None:
+        check_seeds(config.artifact, artifact, quality)
     config = settled(config)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     if artifact is None:

@@ -253,7 +253,7 @@ def _ratio_to(
     segments, counts = np.unique(segment, return_counts=True)
     sums = [float(difference[segment == each].sum()) for each in segments]
     interval = share_of(sums, counts.tolist())
-    if len(segments) < 2:
+    if not interval.is_known:
         return math.exp(interval.value), None, None
     return math.exp(interval.value), math.exp(interval.low), math.exp(interval.high)
 

@@ -220,6 +220,15 @@ def test_openvino_losses_are_paired_by_prompt_and_of_the_baseline(openvino_recor
     assert sparse["lost_by_prompt"] == {"min": 0.3333, "median": 0.5, "max": 0.6667}
     assert rows["dense"]["tasks"]["b"]["correct"] == 4 and "b" not in sparse["tasks"]
     assert openvino_record.lost(prompts[:1], "headwise", "dense")["low"] is None
+    # One prompt has all answers that dense attention gets.
+    rights = [("1111", "1111"), ("0000", "1000"), ("0000", "0000")]
+    lopsided = [_measured("a", dense=dense, headwise=own) for dense, own in rights]
+    assert openvino_record.lost(lopsided, "headwise", "dense") == {
+        "value": -0.25,
+        "low": None,
+        "high": None,
+        "prompts": 3,
+    }
 
 
 def test_openvino_losses_without_sdpa_are_of_the_dense_kernel(openvino_record):

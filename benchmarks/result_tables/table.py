@@ -98,8 +98,10 @@ def times(value: float) -> str:
     return f"{value:.2f}x"
 
 
-def span(low: float, high: float, spec: str) -> str:
+def span(low: float | None, high: float | None, spec: str) -> str:
     """Return an interval in brackets."""
+    if low is None or high is None:
+        return "(no interval)"
     return f"({low:{spec}} to {high:{spec}})"
 
 

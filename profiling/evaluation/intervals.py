@@ -22,8 +22,9 @@ CONFIDENCE = 0.95
 RESAMPLES = 100_000
 # Assignments evaluated at once.
 _BLOCK = 10_000
-# A divisor that is not 0.
-_LEAST_LEFT = 1e-9
+# Fraction of all sizes that the largest unit leaves to the others, at least: without others nothing
+# shows how a ratio varies.
+_LEAST_LEFT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Interval:
 
     @property
     def is_known(self) -> bool:
-        """False for one unit that has no interval: its bounds are its value."""
-        return self.count > 1 or self.low < self.high
+        """False where there is no interval: one unit's bounds are its value, others infinite."""
+        return math.isfinite(self.high - self.low) and (self.count > 1 or self.low < self.high)
 
     def holds(self, value: float) -> bool:
         """True if the value is within the bounds, these included."""
@@ -87,6 +88,7 @@ def share_of(
     A residual is divided by the part of its variance that the ratio leaves (HC2 of MacKinnon and
     White 1985), and the degrees of freedom are those of as many units of equal size as estimate the
     ratio as well (Kish 1965). For equal sizes this is Student's interval of the units' ratios.
+    Where one unit has more than 99.9% of the sizes, or none has any, the bounds are infinite.
 
     Args:
         values: of each unit, such as answers lost of a context.
@@ -96,12 +98,14 @@ def share_of(
     numbers = _checked(values)
     weights = _checked(sizes)
     count = len(numbers)
-    total = max(1.0, float(weights.sum()))
+    size = float(weights.sum())
+    total = max(1.0, size)
     ratio = float(numbers.sum()) / total
     if count == 1:
         return Interval(ratio, ratio, ratio, count)
-    # Of a unit that has all of the sizes nothing is left: its residual is 0.
-    left = np.maximum(1 - weights / total, _LEAST_LEFT)
+    if size - float(weights.max()) <= _LEAST_LEFT * size:
+        return Interval(ratio, -math.inf, math.inf, count)
+    left = 1 - weights / total
     error = math.sqrt(float(((numbers - ratio * weights) ** 2 / left).sum())) / total
     equal = total**2 / max(float((weights**2).sum()), 1.0)
     half = _quantile(max(1.0, min(equal, count) - 1), confidence) * error

@@ -26,7 +26,7 @@ from profiling.ledger import Ledger, Unit
 from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
-from profiling.prompts.held_out import Overlap, Seen, seeded_prompts, units
+from profiling.prompts.held_out import Overlap, Seen, is_seed_of_search, seeded_prompts, units
 from profiling.prompts.prompt import Fewer, Prompt, Task, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.method import Method
@@ -112,6 +112,21 @@ def check_lengths(file: Path, artifact: Artifact, lengths: Sequence[int]) -> Non
             raise HeadwiseError(
                 f"--length {length} is more than the {artifact.model.max_positions} positions of "
                 f"{artifact.model.name}"
+            )
+
+
+def check_seeds(file: Path, artifact: Artifact, config: Evaluation) -> None:
+    """Reject seeds of the artifact's search: generated prompts of one seed are the same ones."""
+    generated = [task.name for task in config.tasks if not task.has_text]
+    if artifact.search is None or not generated:
+        return
+    searched = artifact.search.seed
+    for seed in range(config.seed, config.seed + config.seeds):
+        if is_seed_of_search(seed, searched):
+            raise HeadwiseError(
+                f"--seed {config.seed}: prompts of seed {seed} are those of the search of {file}, "
+                f"whose seed was {searched} ({', '.join(generated)}); give another --seed, such as "
+                f"{seed + 1000}"
             )
 
 

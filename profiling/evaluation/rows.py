@@ -49,7 +49,7 @@ class Row:
     Attributes:
         length: of the prompt, in tokens.
         measure: a name of MEASURES.
-        value: in the measure's units; of a perplexity the mean loss in nats.
+        value: in the measure's units; of a perplexity the mean loss of a token in nats.
         prompt: identifies the prompt among those of its task and length.
         unit: what statistics count: prompts of one context share it, and so does the same prompt at
             several depths. It is the same for every method.
@@ -57,6 +57,7 @@ class Row:
         questions: answers that the value is of.
         depth: the place in the grid, None without one.
         blocks: of a perplexity, the mean loss of each block of tokens.
+        block_tokens: tokens of each block.
     """
 
     task: str
@@ -70,6 +71,7 @@ class Row:
     questions: int = 1
     depth: float | None = None
     blocks: tuple[float, ...] = ()
+    block_tokens: tuple[int, ...] = ()
 
 
 def rows_of(record: Mapping[str, Any], **place: Any) -> Iterator[Row]:
@@ -83,7 +85,14 @@ def rows_of(record: Mapping[str, Any], **place: Any) -> Iterator[Row]:
         value = record.get(measure.field)
         if value is None:
             continue
-        blocks: tuple[float, ...] = ()
-        if name == PERPLEXITY:
-            blocks = tuple(value)
-        yield Row(measure=name, value=float(np.mean(value)), blocks=blocks, **place)
+        if name != PERPLEXITY:
+            yield Row(measure=name, value=float(value), **place)
+            continue
+        tokens = tuple(record["block_tokens"])
+        yield Row(
+            measure=name,
+            value=float(np.average(value, weights=tokens)),
+            blocks=tuple(value),
+            block_tokens=tokens,
+            **place,
+        )

@@ -16,7 +16,13 @@ from profiling.evaluation.config import (
     Evaluation,
     Speed,
 )
-from profiling.evaluation.measure import check_lengths, evaluate, open_ledger, tasks_of
+from profiling.evaluation.measure import (
+    check_lengths,
+    check_seeds,
+    evaluate,
+    open_ledger,
+    tasks_of,
+)
 from profiling.evaluation.method_table import (
     ALL_METHODS,
     check_name,
@@ -100,6 +106,7 @@ def _check(
     """Raise HeadwiseError for requests that an artifact cannot serve, before a model is loaded."""
     for file, artifact in zip(config.configs, artifacts, strict=True):
         check_lengths(file, artifact, quality.lengths)
+        check_seeds(file, artifact, quality)
         try:
             compare(artifact.model, artifacts[0].model)
         except HeadwiseError as error:
@@ -142,9 +149,10 @@ def quality_of(
     else:
         tasks = tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS)
     lengths = lengths or [_usual_length([artifact, *others.values()], quick=quick)]
-    methods = config.methods or tuple(name for name in default if name in names)
-    if ALL_METHODS in methods:
-        methods = names
+    asked = config.methods or tuple(name for name in default if name in names)
+    # Methods with fields of their own may be named beside all others.
+    by_name = {ALL_METHODS: names}
+    methods = [name for each in asked for name in by_name.get(each, (each,))]
     usual_depths: tuple[float, ...] = DEPTHS
     if quick:
         usual_depths = _QUICK_DEPTHS

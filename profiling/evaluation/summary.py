@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from profiling.evaluation.intervals import (
     student,
 )
 from profiling.evaluation.rows import MEASURES, PERPLEXITY, SCORE, Row
-from profiling.quality.trials import BLOCK
 
 ALL = "all answers"
 BASELINE = "dense"
@@ -271,15 +271,20 @@ def curves(rows: Sequence[Row]) -> list[Curve]:
     result = []
     for (task, length), methods in _by_place(rows).items():
         for method, own in methods.items():
-            blocks = [row.blocks for row in own if row.measure == PERPLEXITY]
-            if blocks:
-                mean = np.exp(np.mean(blocks, axis=0))
+            texts = [row for row in own if row.measure == PERPLEXITY]
+            if texts:
+                # Windows of one length have the same blocks.
+                mean = np.exp(np.mean([row.blocks for row in texts], axis=0))
+                tokens = texts[0].block_tokens
+                starts = accumulate(tokens[:-1], initial=0)
                 result.append(
                     Curve(
                         task=task,
                         length=length,
                         method=method,
-                        positions=tuple(BLOCK * at + BLOCK // 2 for at in range(len(mean))),
+                        positions=tuple(
+                            start + size // 2 for start, size in zip(starts, tokens, strict=True)
+                        ),
                         perplexity=tuple(mean.tolist()),
                     )
                 )

@@ -72,6 +72,11 @@ class Seen:
         return bool(self._known) and any(digest in self._known for digest in _windows(prompt, 1))
 
 
+def is_seed_of_search(seed: int, searched: int) -> bool:
+    """True if a search of seed `searched` has the generated prompts of `seed`, held out or not."""
+    return seed >= searched and (seed - searched) % SEED == 0
+
+
 def text_of(prompt: Prompt) -> Ids:
     """The tokens that other prompts may share: the text of a prompt, or all of a generated one."""
     if not prompt.text_spans:

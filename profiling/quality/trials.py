@@ -31,14 +31,14 @@ from profiling.quality.method import Method
 from profiling.quality.sequences import log_probabilities
 from runtime.devices import execution_device
 
-# Tokens of a text whose loss is kept as one number.
+# Tokens of a block of a text; the last block has the remainder too.
 BLOCK = 256
 # Last tokens of a text that are decoded one by one under caches that drop or choose.
 FORCED = 128
 # Positions of a context whose predictions are compared with dense attention's.
 POSITIONS = 64
 # Increment if the same prompt under the same method would yield another record.
-VERSION = 7
+VERSION = 8
 
 
 class Trial(NamedTuple):
@@ -123,24 +123,29 @@ def _text_losses(
     """Compute -log p of a text: means of blocks, and of the last FORCED tokens.
 
     Under a method that evicts the last tokens are decoded one by one, which alone shows what such
-    a cache does; blocks and log-probabilities are None.
+    a cache does; blocks, their numbers of tokens and log-probabilities are None.
     """
     last = min(FORCED, len(prompt.input_ids) // 2)
     if method.evicts:
         texts = prefill_texts(model, lambda: method.cache(model), [prompt], last)
         losses = forced_losses(model, texts, last)
-        return {"blocks": None, "forced": float(losses.mean())}, None
+        return {"blocks": None, "block_tokens": None, "forced": float(losses.mean())}, None
     logits = text_logits(model, prompt.input_ids)
     losses = token_losses(
         logits, torch.tensor(prompt.input_ids[1:], device=logits.device, dtype=torch.long)
     )
-    record = {"blocks": _block_means(losses), "forced": float(losses[-last:].mean())}
+    blocks = _blocks(losses)
+    record = {
+        "blocks": [float(block.mean()) for block in blocks],
+        "block_tokens": [len(block) for block in blocks],
+        "forced": float(losses[-last:].mean()),
+    }
     at = spread_positions(len(prompt.input_ids), POSITIONS).to(logits.device)
     return record, log_probabilities(logits[at])
 
 
-def _block_means(losses: Tensor) -> list[float]:
-    """Means of whole blocks of (S - 1) losses; the remainder belongs to the last."""
+def _blocks(losses: Tensor) -> list[Tensor]:
+    """Split (S - 1) losses into whole blocks; the remainder belongs to the last."""
     blocks = max(1, len(losses) // BLOCK)
     edges = [number * BLOCK for number in range(blocks)] + [len(losses)]
-    return [float(losses[start:stop].mean()) for start, stop in pairwise(edges)]
+    return [losses[start:stop] for start, stop in pairwise(edges)]

@@ -209,15 +209,10 @@ def _figures(task: str, contexts: Sequence[ContextLoss], length: int | None) -> 
         [float(context.lost - context.won) for context in answered],
         [float(context.dense_right) for context in answered],
     )
-    return TaskFigures.model_construct(
-        **figures,
-        nll_rise_low=rise.low,
-        nll_rise_high=rise.high,
-        fewer_low=fewer.low,
-        fewer_high=fewer.high,
-        loss_low=loss.low,
-        loss_high=loss.high,
-    )
+    for name, interval in (("nll_rise", rise), ("fewer", fewer), ("loss", loss)):
+        if interval.is_known:
+            figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return TaskFigures.model_construct(**figures)
 
 
 def loss_by_task(contexts: Sequence[ContextLoss]) -> dict[str, float]:

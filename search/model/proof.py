@@ -221,6 +221,8 @@ def _open(
         )
     if interval.count == 1:
         return f"one {units.partition(' ')[2]} has no confidence interval, take a longer text"
+    if not interval.is_known:
+        return f"{units} have no confidence interval: one has all answers that dense attention gets"
     line = f"{what} after {units}, the limit is {limit:.1%} ({option})"
     correct = sum(context.clear for context in losses["answer"])
     needed = contexts_needed(kind, interval, limit, correct, error * _SPENDING[-1])

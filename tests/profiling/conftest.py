@@ -137,7 +137,7 @@ def invented(monkeypatch):
             names.append(method.name)
             value = (sum(prompt.input_ids) + len(method.name)) % 5 / 4
             answer = {"text": "", "score": value, "token_accuracy": value, "nll": 1 + value}
-            loss = {"blocks": [1 + value], "forced": 1 + value}
+            loss = {"blocks": [1 + value], "block_tokens": [1], "forced": 1 + value}
             has_answer = prompt.answer is not None or prompt.scored
             # A distribution over one token: nothing diverges from it.
             yield Trial(number, answer if has_answer else loss, torch.zeros(1, 1))

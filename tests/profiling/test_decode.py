@@ -182,6 +182,11 @@ def test_decode_of_nothing_is_refused(compared):
         compared("--methods dense+snapkv --repeats 0 --samples 0")
 
 
+def test_decode_refuses_the_seed_of_the_search(searched, compared):
+    with pytest.raises(HeadwiseError, match="prompts of seed 0 are those of the search"):
+        compared(f"{searched}/cfg.yaml --methods headwise+snapkv --seed 0")
+
+
 def test_decode_refuses_an_artifact_without_sections(searched, compared):
     with pytest.raises(HeadwiseError, match="no decode or kv_cache section: headwise filters"):
         compared(f"{searched}/cfg.yaml")

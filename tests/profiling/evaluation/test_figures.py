@@ -42,8 +42,13 @@ def scored(method, scores, task="passkey", **more) -> list[Row]:
     return rows(method, records, task, **more)
 
 
-def text(method, *windows) -> list[Row]:
-    return rows(method, [{"blocks": w, "forced": w[-1]} for w in windows], "text:a.txt")
+def text(method, *windows, tokens=None) -> list[Row]:
+    """Rows of windows by the mean losses of their blocks, each of one token if `tokens` is None."""
+    records = [
+        {"blocks": blocks, "block_tokens": tokens or [1] * len(blocks), "forced": blocks[-1]}
+        for blocks in windows
+    ]
+    return rows(method, records, "text:a.txt")
 
 
 def of(result, method, measure, task="passkey", length=100):
@@ -89,6 +94,16 @@ def test_summarize_perplexity_of_windows_and_its_ratio():
     assert curve.perplexity == pytest.approx((math.exp(1.25), math.exp(2.25)))
 
 
+def test_summarize_perplexity_weights_every_token_alike():
+    """1,535 losses of 1 and 512 of 3, of which the last block has 511."""
+    blocks = [1.0] * 5 + [(255 + 3) / 256, 3.0]
+    own = text("dense", blocks, tokens=[256] * 6 + [511])
+    (estimate,) = (each for each in summarize(own) if each.measure == PERPLEXITY)
+    assert math.log(estimate.value) == pytest.approx((1535 + 3 * 512) / 2047)
+    (curve,) = curves(own)
+    assert curve.positions == (128, 384, 640, 896, 1152, 1408, 1536 + 255)
+
+
 def test_summarize_questions_of_one_context_are_one_unit():
     records = [{"score": score} for score in (1.0, 0.0, 1.0, 1.0)]
     (result,) = summarize(rows("dense", records, units=(0, 0, 1, 1)))
@@ -96,7 +111,8 @@ def test_summarize_questions_of_one_context_are_one_unit():
 
 
 def test_summarize_without_a_measure_on_every_prompt_omits_it():
-    records = [{"score": 1.0, "nll": 1.0}, {"score": 0.0, "nll": None}, {"blocks": [1.0]}]
+    window = {"blocks": [1.0], "block_tokens": [1]}
+    records = [{"score": 1.0, "nll": 1.0}, {"score": 0.0, "nll": None}, window]
     result = summarize(rows("dense", records[:2]) + rows("dense", records, "jsonl:a"))
     assert [(each.task, each.measure) for each in result] == [("passkey", SCORE)]
 

@@ -54,7 +54,6 @@ def test_share_of_equals_a_hand_computed_ratio():
     result = share_of([1, 1], [2, 4])
     expected = (1 / 3, 1 / 3 - half, 1 / 3 + half)
     assert (result.value, result.low, result.high) == pytest.approx(expected, rel=1e-4)
-    assert share_of([0, 0], [0, 0]).value == 0
     assert share_of([1], [4]) == student([0.25])
 
 
@@ -63,6 +62,20 @@ def test_share_of_units_of_equal_sizes_is_students():
     assert (result.value, result.low, result.high) == pytest.approx(
         (expected.value, expected.low, expected.high)
     )
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0, 5), (0, 0, 0, 0), (1e-9, 0, 0, 5)])
+def test_share_of_where_one_unit_has_all_of_the_sizes_has_no_interval(sizes):
+    """A unit without correct answers may have answers that are won."""
+    for values in ((-1, 0, 0, 0), (0, 0, 0, 0)):
+        result = share_of(values, sizes)
+        assert result.value == pytest.approx(sum(values) / max(1, sum(sizes)))
+        assert (result.low, result.high, result.count) == (-math.inf, math.inf, 4)
+        assert not result.is_known
+    two = share_of((-1, 0, 0, 0), (0, 0, 1, 4))
+    # Residuals of -1, 0.2 and 0.8, of which all, 0.8 and 0.2 are left; one degree of freedom.
+    half = 12.7062 * math.sqrt(1 + 0.2**2 / 0.8 + 0.8**2 / 0.2) / 5
+    assert two.is_known and two.high == pytest.approx(-0.2 + half, rel=1e-4)
 
 
 def test_share_of_holds_the_rate_where_one_unit_has_most_of_the_answers():

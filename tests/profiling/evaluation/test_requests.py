@@ -19,6 +19,7 @@ from profiling.evaluation.config import Config
 from profiling.evaluation.measure import tasks_of
 from profiling.evaluation.method_table import TAIL, method_names
 from profiling.evaluation.methods import Methods, beside_of
+from profiling.prompts.held_out import SEED
 from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Task
 from tests.profiling.conftest import LENGTH
 
@@ -122,6 +123,44 @@ def test_evaluate_refuses_what_any_artifact_cannot_serve(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("searched_with", "words", "seed"),
+    [
+        (0, "--task passkey --seed 0", 0),
+        (1002, "--seeds 3", 1002),
+        (7, f"--task prose --task chain --seed {SEED + 7}", SEED + 7),
+    ],
+)
+def test_evaluate_refuses_the_seed_of_a_search(
+    searched_with, words, seed, saved, tmp_path, monkeypatch
+):
+    """Of any artifact, before the model is loaded; of tasks that make their prompts."""
+    monkeypatch.setattr(evaluation_run, "load_model", None)
+    file = saved("other", search={"seed": searched_with})
+    words = f"{saved('good', search={'seed': 5})} {file} --length {LENGTH} {words}"
+    with pytest.raises(HeadwiseError, match=f"seed {seed} are those of the search of {file}, "):
+        evaluation_run.run(config_of(f"{words} --out {tmp_path}/out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_seeds_allows_other_seeds_and_tasks_with_texts(searched):
+    file = searched / "cfg.yaml"
+    artifact = artifacts.load(file)
+    assert artifact.search is not None and artifact.search.seed == 0
+
+    def check(words, own=artifact):
+        quality = evaluation_run.quality_of(config_of(f"cfg.yaml --out report {words}"), own)
+        measure.check_seeds(file, own, quality)
+
+    check("--seed 1 --seeds 9")
+    # Windows of a text are compared one by one.
+    check("--seed 0 --task prose")
+    check("--seed 0 --speed-only")
+    check("--seed 0", artifact.model_copy(update={"search": None}))
+    with pytest.raises(HeadwiseError, match=r"whose seed was 0 \(passkey\).* such as 1000"):
+        check("--seed 0 --task prose --task passkey")
+
+
 def test_quality_of_default_length_is_the_searched_one_of_all_artifacts(searched):
     artifact = artifacts.load(searched / "cfg.yaml")
     assert artifact.search is not None
@@ -161,6 +200,14 @@ def test_quality_of_default_tasks(searched):
     assert defaults("--quick")[0] != DEFAULT_TASKS
     assert defaults("--speed-only") == ((), (LENGTH,))
     assert defaults("--length 800 700 --task passkey") == ((Task("passkey"),), (700, 800))
+
+
+def test_quality_of_keeps_the_methods_named_beside_all(searched):
+    artifact = artifacts.load(searched / "cfg.yaml")
+    config = config_of("cfg.yaml --out report --methods all dense+snapkv:budget=0.1 a_shape")
+    methods = evaluation_run.quality_of(config, artifact, {"other": artifact}).methods
+    every = method_names(artifact, ("other",))
+    assert methods == (*every, "dense+snapkv:budget=0.1") and methods[0] == "dense"
 
 
 def test_tasks_of_adds_the_text_to_each_needle_task(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from artifacts import HeadwiseError, window_arrays
-from profiling.prompts.held_out import Seen, text_of, unit_means, units
+from profiling.prompts.held_out import GATE_SET, Seen, is_seed_of_search, text_of, unit_means, units
 from profiling.prompts.prompt import KINDS, Prompt
 from profiling.prompts.words import sentences
 from tests import typed as module
@@ -54,6 +54,16 @@ def prompts_of(task: str, tokenizer: Any, samples: int = 1, seed: int = 0) -> li
 
 def held_out(task: str, tokenizer: Any, samples: int, seed: int, seen: Seen) -> list[Prompt]:
     return module.held_out([task], tokenizer, length=LENGTH, samples=samples, seed=seed, seen=seen)
+
+
+def test_seeds_of_a_search_are_those_of_its_held_out_prompts(tokenizer):
+    options = {"length": LENGTH, "samples": 1, "seed": 3, "seen": Seen()}
+    for number in (0, 1, GATE_SET):
+        (prompt,) = module.held_out(["passkey"], tokenizer, number=number, **options)
+        seed = 3 + module.held.SEED * (1 + number * module.held._STRIDE)
+        assert prompts_of("passkey", tokenizer, seed=seed) == [prompt]
+        assert is_seed_of_search(seed, 3) and not is_seed_of_search(seed, 4)
+    assert is_seed_of_search(3, 3) and not is_seed_of_search(2, 3)
 
 
 def test_seeded_prompts_differ_by_seed_and_count_overlaps(tokenizer, tmp_path):

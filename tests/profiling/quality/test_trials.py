@@ -14,6 +14,7 @@ from torch import Tensor
 
 import artifacts
 from profiling.evaluation.methods import Methods
+from profiling.evaluation.rows import PERPLEXITY, rows_of
 from profiling.prompts.prompt import Evidence, Prompt
 from profiling.quality.answers import answer, ends, new_tokens
 from profiling.quality.contexts import TURN_CHUNK
@@ -165,7 +166,10 @@ def test_trials_of_a_text_have_a_loss_per_block(loaded):
     result = trial(loaded.model, loaded.tokenizer, prompt)
     losses = text_losses(loaded.model, prompt.input_ids)
     blocks = [losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()]
-    assert result["blocks"] == pytest.approx(blocks)
+    assert result["blocks"] == pytest.approx(blocks) and result["block_tokens"] == [256, 443]
+    place = {"task": "t", "length": 700, "method": "m", "prompt": "0", "unit": "0"}
+    row = next(row for row in rows_of(result, **place) if row.measure == PERPLEXITY)
+    assert row.value == pytest.approx(losses.mean().item(), rel=1e-6)
     assert result["forced"] == pytest.approx(losses[-128:].mean().item(), rel=1e-5)
     log_probs = next(trials(loaded.model, loaded.tokenizer, [prompt], DENSE)).log_probs
     assert log_probs is not None and len(log_probs) == POSITIONS
@@ -175,7 +179,7 @@ def test_trials_of_a_text_have_a_loss_per_block(loaded):
     torch.testing.assert_close(log_probs[-1], whole[698], atol=1e-4, rtol=1e-4)
     evicting = replace(DENSE, name="x", identity="x", evicts=True)
     decoded = trial(loaded.model, loaded.tokenizer, prompt, evicting)
-    assert decoded["blocks"] is None
+    assert decoded["blocks"] is decoded["block_tokens"] is None
     assert decoded["forced"] == pytest.approx(result["forced"], rel=1e-4)
 
 

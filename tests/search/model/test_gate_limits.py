@@ -213,6 +213,22 @@ def test_lost_fraction_counts_contexts_as_units():
     assert (interval.low, interval.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-3)
 
 
+def test_figures_where_one_context_has_all_correct_answers_have_no_interval():
+    counts = [{"won": 1}, {}, {}, {"dense_right": 5, "clear": 5.0}]
+    few = {"tokens": 80.0, "answers": 40, "kl": 0.1}
+    contexts = [
+        ContextLoss(task="facts", digest=str(at), **few, **counted)
+        for at, counted in enumerate(counts)
+    ]
+    (figures,) = task_figures(contexts)
+    assert figures.fewer == -0.2 and figures.loss == 0
+    ends = (figures.fewer_low, figures.fewer_high, figures.loss_low, figures.loss_high)
+    assert ends == (None,) * 4 and figures.nll_rise_low == figures.nll_rise_high == 0
+    row = format_row(figures)
+    assert row.endswith("artifact 6 (0 lost, 1 won), +20.0%, ties smoothed -0.0%"), row
+    assert Limits().exceeded([figures]) is None
+
+
 def test_pooled_answers_of_one_context_are_one_unit():
     """Twice the answers of the same four contexts do not narrow the interval."""
     prompt = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))

@@ -158,6 +158,15 @@ def test_one_window_has_no_bound():
     assert "no bound" in proof.verdict.losses
 
 
+def test_contexts_of_which_one_has_all_correct_answers_prove_nothing():
+    one, *others = answers([0.0] * 16, 0)
+    verdict = Contexts([replace(one, clear=2000.0, dense_right=2000), *others]).prove().verdict
+    assert not verdict.proven and verdict.lost == 0 and verdict.lost_high is None
+    assert verdict.contexts == 16 and verdict.why == (
+        "16 contexts have no confidence interval: one has all answers that dense attention gets"
+    )
+
+
 def test_text_that_ends_is_judged_by_its_windows():
     contexts = Contexts([], windows(steady(0.001, 0.0005, 3)))
     proof = contexts.prove()
