@@ -170,7 +170,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         measured.extend(reference.sequences)
         return context_losses(reference.sequences, losses)
 
-    proof = prove(measure, config.limits, error=ERROR)
+    proof = prove(measure, config.limits, kinds=held_out.kinds, error=ERROR)
     tasks = task_figures(proof.losses, length)
     heads: tuple[tuple[int, int, float, float], ...] = ()
     if proof.fault is not None:

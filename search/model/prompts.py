@@ -77,6 +77,10 @@ def whole_contexts(
     ]
 
 
+class NoMoreText(HeadwiseError):
+    """A round of held-out prompts cannot be made: the text of a task has none left."""
+
+
 class HeldOut:
     """Held-out prompts, batch by batch, each unlike those before and those of the search.
 
@@ -125,32 +129,49 @@ class HeldOut:
             announce_fewer([task], self.first, length=length, samples=samples)
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of the tasks."""
+        return tuple(kind for kind in KINDS if any(_kind_of(task) == kind for task in self.tasks))
+
+    @property
     def first(self) -> list[Prompt]:
         """The first prompts of all kinds, before any was taken."""
         return [prompt for prompts in self._first.values() for prompt in prompts]
 
-    def take(self, kind: Kind, contexts: int) -> list[Prompt]:
+    def take(self, kind: Kind, contexts: int, *, every: bool = False) -> list[Prompt]:
         """Make prompts of the tasks of a kind; empty where there is none, or no more text.
 
         Args:
             kind: of the tasks.
             contexts: number of contexts of each task, or of windows of each text.
+            every: True if each task must have some, as at the first look of a round.
+
+        Raises:
+            NoMoreText: one of the tasks has none, with `every`.
         """
         prompts = self._first.pop(kind, None)
         if prompts is None:
-            prompts = self._make(kind, contexts, required=False)
+            prompts = self._make(kind, contexts, required=False, every=every)
         return prompts
 
-    def _make(self, kind: Kind, contexts: int, *, required: bool) -> list[Prompt]:
+    def _make(
+        self, kind: Kind, contexts: int, *, required: bool, every: bool = False
+    ) -> list[Prompt]:
         number = next(self._numbers)
 
         def make(tokens: int) -> list[Prompt]:
             options = {**self._options, "length": tokens, "number": number, "seen": self._seen}
             prompts = []
             for task in self.tasks:
-                if (task.kind in ("text", "prose")) == (kind == "text"):
+                if _kind_of(task) == kind:
                     samples = contexts * self._samples
-                    prompts += self._batch(task, samples, options, required=required)
+                    batch = self._batch(task, samples, options, required=required)
+                    if every and not batch:
+                        raise NoMoreText(
+                            f"{task.name} has no text left that the search has not seen; take a "
+                            "longer text"
+                        )
+                    prompts += batch
             return prompts
 
         by_default = self.tasks == GATE_TASKS
@@ -162,6 +183,11 @@ class HeldOut:
                     f"the prompts are {windows:,} windows of 64 tokens, and an artifact lists at "
                     f"most {MAX_WINDOWS:,} that its search has seen: take fewer --samples or a "
                     "shorter --length"
+                )
+            if every:
+                raise NoMoreText(
+                    f"an artifact lists at most {MAX_WINDOWS:,} windows that its search has seen, "
+                    "which are used up; take fewer --samples or a shorter --length"
                 )
             return []
         self._seen.add(*prompts)
@@ -190,6 +216,13 @@ class HeldOut:
         if required and fault is not None:
             raise fault
         return []
+
+
+def _kind_of(task: Task) -> Kind:
+    """The kind of loss that a task measures."""
+    if task.kind in ("text", "prose"):
+        return "text"
+    return "answer"
 
 
 def announce_fewer(

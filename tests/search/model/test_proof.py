@@ -11,7 +11,7 @@ import pytest
 
 from search.model.limits import Limits
 from search.model.losses import ContextLoss
-from search.model.proof import ERROR, Kind, Proof, bound, contexts_needed, prove
+from search.model.proof import ERROR, KINDS, Kind, Proof, bound, contexts_needed, prove
 
 LIMITS = Limits()
 
@@ -44,6 +44,7 @@ class Contexts:
     """Hands out contexts in order; `taken` lists (kind, asked, given)."""
 
     def __init__(self, answer: Sequence[ContextLoss], text: Sequence[ContextLoss] = ()) -> None:
+        self.kinds: list[Kind] = ["answer"] * bool(answer) + ["text"] * bool(text)
         self.left: dict[Kind, list[ContextLoss]] = {"answer": list(answer), "text": list(text)}
         self.taken: list[tuple[Kind, int, int]] = []
 
@@ -54,7 +55,7 @@ class Contexts:
         return given
 
     def prove(self, limits: Limits = LIMITS, error: float = ERROR) -> Proof:
-        return prove(self, limits, error=error)
+        return prove(self, limits, kinds=self.kinds, error=error)
 
 
 def steady(value: float, spread: float, count: int = 16) -> list[float]:
@@ -162,6 +163,22 @@ def test_text_that_ends_is_judged_by_its_windows():
     contexts = Contexts([], windows(steady(0.001, 0.0005, 3)))
     proof = contexts.prove()
     assert proof.verdict.proven and proof.verdict.windows == 3 and proof.verdict.lost is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_without_contexts_is_not_proven(kind):
+    """A text that has ended is not the same as no task of this kind."""
+    contexts = Contexts(answers(steady(0.01, 0.01), 200), windows(steady(0.005, 0.001)))
+    contexts.left[kind].clear()
+    proof = contexts.prove()
+    assert not proof.verdict.proven and not proof.unjudged and proof.fault is None
+    assert proof.verdict.why.endswith(" was measured: take a longer text")
+    assert (kind, 4, 0) in contexts.taken and len(contexts.taken) == 1 + KINDS.index(kind)
+
+
+def test_proof_without_contexts_is_not_proven():
+    assert not prove(lambda kind, count: (), LIMITS, kinds=KINDS, error=ERROR).verdict.proven
+    assert not prove(lambda kind, count: (), LIMITS, kinds=(), error=ERROR).verdict.proven
 
 
 def test_measured_limits_fail_by_the_measured_loss():

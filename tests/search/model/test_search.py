@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,22 @@ def test_search_of_a_model_that_answers_nothing_is_written_as_not_proven(tiny_mo
         r"result: not proven: dense attention answers none of \d+ questions corr", first
     )
     assert not artifacts.load(out).evidence.verdict.proven
+
+
+def test_cheaper_budget_is_not_proven_by_the_texts_that_are_left(
+    tiny_model, tmp_path, monkeypatch, capsys
+):
+    """Calibration and first round use own.txt up: what is left is prose alone."""
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"{number}. " for number in range(2000))
+    Path("own.txt").write_text(text[: 5 * LENGTH])
+    changes = {"budget": None, "task": "text:own.txt prose", "max_perplexity": "0.2"}
+    assert main(["search", *options(tiny_model, tmp_path / "cfg.yaml", **changes)]) == 0
+    says = "a cheaper budget cannot be tested: text:own.txt has no text left that the search has no"
+    assert says in capsys.readouterr().err
+    evidence = artifacts.load(tmp_path / "cfg.yaml").evidence
+    assert evidence.verdict.proven and evidence.chosen_on is None
+    assert {task.task for task in evidence.tasks} == {"text:own.txt", "prose"}
 
 
 def test_budget_that_is_not_proven_is_written_and_says_so_first(tiny_model, out, capsys):
