@@ -35,8 +35,8 @@ WIDE = "--max-kl 99 --max-perplexity 99 --max-nll 99 --max-lost 1"
 RUNS = {
     "doctor": "--model model --dtype float32",
     "search": f"{SMALL} --out new.yaml --length 512 --budget 0.8 --cost flops --no-picture "
-    f"--task passkey {WIDE}",
-    "gate": f"cfg.yaml {SMALL} --task passkey {WIDE}",
+    f"--task prose {WIDE}",
+    "gate": f"cfg.yaml {SMALL} --task prose {WIDE}",
     "evaluate": f"cfg.yaml {SMALL} --out report --length 512 --task passkey --no-speed "
     "--methods dense headwise",
     "show": "cfg.yaml",

@@ -14,6 +14,7 @@ from search.model.losses import ContextLoss
 from search.model.proof import ERROR, KINDS, Kind, Proof, bound, contexts_needed, prove
 
 LIMITS = Limits()
+LARGE = (0.2, 0.5, 0.9, 1.0)
 
 
 def answers(losses: Sequence[float], correct: float = 50.0) -> list[ContextLoss]:
@@ -234,3 +235,20 @@ def test_model_that_answers_nothing_is_unjudged():
     assert proof.verdict.why.startswith("dense attention answers none of 400 questions correctly")
     # A text that is not proven is another matter.
     assert not Contexts(nothing, windows(steady(0.14, 0.01))).prove().unjudged
+    near = Contexts(nothing, windows(steady(0.029, 0.01))).prove()
+    assert not near.unjudged and "--max-perplexity" in near.verdict.why
+
+
+def test_model_that_answers_nothing_is_unjudged_at_any_limit():
+    nothing = [
+        replace(context, dense_right=0, clear=0.4, fall=0.0) for context in answers([0.0] * 16)
+    ]
+    proof = Contexts(nothing).prove(Limits(max_lost=1.0))
+    assert proof.unjudged and not proof.verdict.proven
+    assert proof.verdict.why.startswith("dense attention answers none of 400 questions correctly")
+
+
+def test_bound_does_not_fall_with_a_larger_limit():
+    alike = answers([0.0] * 4, 18)
+    highs = [bound("answer", alike, Limits(max_lost=limit), 0.005).high for limit in LARGE]
+    assert highs == sorted(highs) and highs[-1] == highs[1] > 0.18
