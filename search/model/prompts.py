@@ -17,6 +17,7 @@ from profiling.prompts.prompt import (
     GATE_TASKS,
     Prompt,
     Task,
+    distinct,
     fewer_sentences,
     make_prompts,
     per_context,
@@ -32,20 +33,30 @@ def length_of(config: ModelSearch, model: ModelInfo) -> int:
     """The prompts' length in tokens.
 
     Raises:
-        HeadwiseError: it is beyond the model's positions.
+        HeadwiseError: it is beyond the model's positions, or not beyond the dense tail.
     """
     length = config.length or min(_LONGEST, model.max_positions)
     if not config.beyond_positions:
         check_positions(length, model)
+    config.check_tail(length)
     return length
 
 
-def check_positions(length: int, model: ModelInfo) -> None:
-    """Raise HeadwiseError where a length is beyond the model's positions."""
+def check_positions(length: int, model: ModelInfo, *, strict: bool = False) -> None:
+    """Raise HeadwiseError where a length is beyond the model's positions.
+
+    Args:
+        length: of a prompt, in tokens.
+        model: with the number of positions.
+        strict: True if the command has no --beyond-positions.
+    """
     if length > model.max_positions:
+        option = ", or pass --beyond-positions to exceed the trained length"
+        if strict:
+            option = ""
         raise HeadwiseError(
             f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
-            "choose a shorter one, or pass --beyond-positions to exceed the trained length"
+            f"choose a shorter one{option}"
         )
 
 
@@ -111,9 +122,10 @@ class HeldOut:
             first: number of the first batch; batches of other numbers have other seeds.
 
         Raises:
-            HeadwiseError: the length is too short for a task, or a text for the length.
+            HeadwiseError: the length is too short for a task, or a text for the length; or two
+                tasks have one name.
         """
-        self.tasks = tuple(dict.fromkeys(tasks))
+        self.tasks = distinct(tasks)
         self._loaded = loaded
         self._options: dict[str, Any] = {"length": length, "seed": seed}
         self._seen = seen
