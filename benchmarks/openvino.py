@@ -44,7 +44,8 @@ from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense
 from runtime import LoadedArtifact
 from runtime import load as load_headwise
 from runtime.fingerprint import check
-from search.model.prompts import HeldOut
+from search.model.prompts import HeldOut, check_positions
+from search.model.transfer import info_of
 
 # Contexts of each task that are made at a time: those of a longer run begin with those of a
 # shorter one.
@@ -236,6 +237,7 @@ def _heads(artifact: Artifact) -> dict[str, int]:
 
 def _requests(options: argparse.Namespace, loaded: LoadedModel, seen: Seen) -> list[Request]:
     """The prompts, task by task, from where `headwise gate` takes its own."""
+    check_positions(options.length, info_of(loaded), strict=True)
     held_out = HeldOut(
         map(parse_task, options.tasks),
         loaded,

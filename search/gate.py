@@ -50,15 +50,16 @@ from runtime.layers import make_plans
 from search.model.evidence import HELD_OUT, prompt_set, validated
 from search.model.limits import Limits
 from search.model.losses import ContextLoss, context_losses, format_row, task_figures
-from search.model.prompts import HeldOut
+from search.model.prompts import HeldOut, check_positions
 from search.model.proof import ERROR, Kind, prove
-from search.model.transfer import check_shape, write_for
+from search.model.transfer import check_shape, info_of, write_for
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
 # Heads that are named where the gate fails.
 _NAMED = 10
+Worst = tuple[int, int, float, float | None]
 
 
 class Config(CommandConfig):
@@ -93,6 +94,9 @@ class Config(CommandConfig):
     seed: Seed = 0
     dtype: Dtype = "auto"
     device: Device = "auto"
+    beyond_positions: Annotated[
+        bool, Arg("allow a --length over the model's positions", group=ADVANCED)
+    ] = False
     as_json: Json = None
 
 
@@ -104,14 +108,14 @@ class GateResult:
         tasks: figures of each, and of all answers together.
         verdict: bounds of the losses, and their limits.
         heads: where a limit is exceeded, the ten whose error exceeds the searched one most, as
-            (layer, head, error, error that the search measured).
+            (layer, head, error, error that the search measured; None where none did).
         left_out: sections that were measured on the former weights, of an artifact that was written
             for others.
     """
 
     tasks: tuple[TaskFigures, ...]
     verdict: Verdict
-    heads: tuple[tuple[int, int, float, float], ...]
+    heads: tuple[Worst, ...]
     left_out: tuple[str, ...] = ()
 
     @property
@@ -129,7 +133,7 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
 
     Raises:
         HeadwiseError: the model is another one, without `out` of other weights, with it of another
-            shape.
+            shape; or the length is beyond its positions.
     """
     one_process("headwise gate")
     if config.out is not None:
@@ -143,6 +147,8 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         check(artifact.model, loaded.model)
     else:
         check_shape(artifact, loaded)
+    if not config.beyond_positions:
+        check_positions(length, info_of(loaded))
     held_out = HeldOut(
         config.tasks or GATE_TASKS,
         loaded,
@@ -170,9 +176,9 @@ def measure(config: Config, loaded: LoadedModel | None = None) -> GateResult:
         measured.extend(reference.sequences)
         return context_losses(reference.sequences, losses)
 
-    proof = prove(measure, config.limits, error=ERROR)
+    proof = prove(measure, config.limits, kinds=held_out.kinds, error=ERROR)
     tasks = task_figures(proof.losses, length)
-    heads: tuple[tuple[int, int, float, float], ...] = ()
+    heads: tuple[Worst, ...] = ()
     if proof.fault is not None:
         heads = _worst(loaded, artifact, arrays, used)
     result = GateResult(tasks=tasks, verdict=proof.verdict, heads=heads)
@@ -217,18 +223,20 @@ def _length(config: Config, artifact: Artifact) -> int:
 
 def _worst(
     loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array], prompts: Sequence[Prompt]
-) -> tuple[tuple[int, int, float, float], ...]:
+) -> tuple[Worst, ...]:
     """(layer, head, error, error the search measured) of the heads furthest beyond their search."""
     errors = np.mean([fidelity(loaded.model, artifact, prompt).error for prompt in prompts], axis=0)
-    before = np.zeros_like(errors)
+    before = np.full_like(errors, np.nan)
     if "chosen.error" in arrays:
         before = np.asarray(arrays["chosen.error"])
     excess = np.where(np.isfinite(errors), errors - np.nan_to_num(before), -np.inf)
-    worst = []
+    worst: list[Worst] = []
     for at in np.argsort(-excess, axis=None)[:_NAMED]:
         layer, head = divmod(int(at), excess.shape[1])
         if np.isfinite(excess[layer, head]):
-            worst.append((layer, head, float(errors[layer, head]), float(before[layer, head])))
+            searched = float(before[layer, head])
+            known = searched if np.isfinite(searched) else None
+            worst.append((layer, head, float(errors[layer, head]), known))
     return tuple(worst)
 
 
@@ -249,7 +257,10 @@ def report(config: Config, result: GateResult) -> str:
         headline = f"not proven: {result.verdict.why}"
     lines = [headline, *(f"  {format_row(task)}" for task in result.tasks)]
     for layer, head, error, before in result.heads:
-        lines.append(f"  head {layer}.{head}: error {error:.3f}, its search measured {before:.3f}")
+        line = f"  head {layer}.{head}: error {error:.3f}"
+        if before is not None:
+            line += f", its search measured {before:.3f}"
+        lines.append(line)
     if config.out is None:
         return "\n".join(lines)
     if result.passes:

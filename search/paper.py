@@ -74,6 +74,7 @@ def run(config: ModelSearch) -> SearchRun:
     check_backend(config.backend)
     (task,) = config.paper_tasks
     length = config.length or PAPER_LENGTH
+    config.check_tail(length)
     tail = config.dense_tail or 0
     target = target_tiles(_budget(config), length, tail)
     loaded = load_model(

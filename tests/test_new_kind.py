@@ -132,7 +132,7 @@ grid = (*(make("band", tiles=tiles) for tiles in (1, 2, 4)), make("dense"))
 page.candidate_grid = lambda length: grid
 save_tiny(here / "model")
 limits = "--max-kl 9 --max-perplexity 9 --max-nll 9 --max-lost 1 --cost flops --no-picture"
-command = f"--length 512 --task passkey --budget 0.8 --dtype float32 {limits}"
+command = f"--length 512 --task prose --budget 0.8 --dtype float32 {limits}"
 words = ["--model", str(here / "model"), "--out", str(here / "found.yaml"), *command.split()]
 assert main(["search", *words]) == 0
 found, scores = artifacts.load_pair(here / "found.yaml")

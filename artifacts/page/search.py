@@ -32,7 +32,7 @@ def origin(artifact: Artifact) -> Iterator[Row]:
     summary = search.summary
     calibration = search.calibration
     searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
-    means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, {summary.tiles}"
+    means = ", ".join(summary.means)
     yield (
         "search",
         f"{_how(search)}; {search.device}, {search.dtype}, {search.kernel_backend} kernels",

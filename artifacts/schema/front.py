@@ -38,8 +38,9 @@ class Point(Record):
         default=None,
         description=(
             "upper bound of the fraction of dense attention's correct answers that is lost: of the "
-            "point that the gate accepted its bound at 95% confidence, of the others that bound "
-            "times the predicted ratio of the losses; null: no answers were asked for"
+            "point that the last gate accepted its bound at 95% confidence, of the others that "
+            "bound times the predicted ratio of the losses, at least 0, and of cheaper ones at "
+            "least that bound; null: no answers were asked for, or no ratio is known"
         ),
     )
     layers: Rows | None = Field(

@@ -45,8 +45,15 @@ class Calibration(Record):
 class Summary(Record):
     """Means over searched heads with their patterns, and the heads that each kind won."""
 
-    recall: Share = Field(description="attention mass kept")
-    error: AtLeast0 = Field(description="relative L2 distance of the head's output from dense")
+    recall: Share | None = Field(
+        description="attention mass kept; null: not measured on these weights"
+    )
+    error: AtLeast0 | None = Field(
+        description=(
+            "relative L2 distance of the head's output from dense; null: not measured on these "
+            "weights"
+        )
+    )
     density: Share = Field(description="of the causal area computed, in whole tiles")
     winners: dict[KindName, Natural] = Field(description="heads that each kind won")
 
@@ -54,6 +61,17 @@ class Summary(Record):
     def tiles(self) -> str:
         """Describe the density."""
         return f"density {self.density:.3f} of tiles"
+
+    @property
+    def means(self) -> list[str]:
+        """Describe recall, density and error, as far as they were measured on the weights."""
+        means = []
+        if self.recall is not None:
+            means.append(f"recall {self.recall:.4f}")
+        means.append(self.tiles)
+        if self.error is not None:
+            means.append(f"error {self.error:.4f} (relative L2 of a head's output)")
+        return means
 
 
 def share_of_dense(share: float, unit: CostUnit) -> str:

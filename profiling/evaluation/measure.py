@@ -27,7 +27,7 @@ from profiling.models.identity import identity_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Overlap, Seen, is_seed_of_search, seeded_prompts, units
-from profiling.prompts.prompt import Fewer, Prompt, Task, per_context
+from profiling.prompts.prompt import Fewer, Prompt, Task, distinct, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.method import Method
 from profiling.quality.sequences import kl_divergence
@@ -90,13 +90,7 @@ def tasks_of(tasks: Sequence[Task], text: Task | None) -> tuple[Task, ...]:
             for task in asked
         ]
         asked.append(text)
-    # By file, however its path is written.
-    by_file = {replace(task, file=task.file and task.file.resolve()): task for task in asked}
-    names = [task.name for task in by_file.values()]
-    for name in names:
-        if names.count(name) > 1:
-            raise HeadwiseError(f"--task has two tasks {name}: their files need different names")
-    return tuple(by_file.values())
+    return distinct(asked)
 
 
 def check_lengths(file: Path, artifact: Artifact, lengths: Sequence[int]) -> None:

@@ -154,9 +154,12 @@ def _origin(artifact: Artifact) -> str:
             return f"imported from {imported.file} ({imported.format})"
         return "no pattern was searched"
     tasks = ", ".join(search.calibration.tasks)
+    recall = ""
+    if search.summary.recall is not None:
+        recall = f", recall {search.summary.recall:.3f}"
     return (
-        f"{tasks}, {search.calibration.length} tokens, {search.spending}; {search.summary.tiles}, "
-        f"recall {search.summary.recall:.3f}; {search.dtype} on {search.device}, "
+        f"{tasks}, {search.calibration.length} tokens, {search.spending}; {search.summary.tiles}"
+        f"{recall}; {search.dtype} on {search.device}, "
         f"{search.kernel_backend} kernels"
     )
 

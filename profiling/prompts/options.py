@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 from artifacts.cli.options import Arg
-from profiling.prompts.prompt import Task, parse_task
+from profiling.prompts.prompt import Task, distinct, parse_task
 
 # Ends the help of an option that takes tasks.
 LISTED = "headwise tasks lists them"
@@ -28,8 +28,12 @@ OneTask = Annotated[
     PlainSerializer(str, return_type=str),
     Arg(metavar="TASK"),
 ]
-Tasks = Annotated[tuple[OneTask, ...], Arg(flags=("--task",), metavar="TASK", repeat=True)]
-"""--task, repeatable."""
+Tasks = Annotated[
+    tuple[OneTask, ...],
+    AfterValidator(distinct),
+    Arg(flags=("--task",), metavar="TASK", repeat=True),
+]
+"""--task, repeatable; each task once, and no two of one name."""
 Text = Annotated[
     Task,
     BeforeValidator(_text),

@@ -106,6 +106,20 @@ def parse_task(text: str) -> Task:
     return Task(name, path, parameters)
 
 
+def distinct(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """The tasks, each once: by file, however its path is written.
+
+    Raises:
+        HeadwiseError: two tasks have one name, so that their figures would be joined.
+    """
+    by_file = {replace(task, file=task.file and task.file.resolve()): task for task in tasks}
+    names = [task.name for task in by_file.values()]
+    for name in names:
+        if names.count(name) > 1:
+            raise HeadwiseError(f"--task has two tasks {name}: their files need different names")
+    return tuple(by_file.values())
+
+
 def parse_name(name: str) -> str:
     """The kind in a task's name."""
     return name.partition(":")[0].partition("@")[0]

@@ -14,7 +14,7 @@ from profiling.quality.sequences import Reference
 from search.model.allocation import Allocation, CostCurves
 from search.model.limits import Limits
 from search.model.losses import ContextLoss
-from search.model.prompts import HeldOut
+from search.model.prompts import HeldOut, NoMoreText
 from search.model.proof import ERROR, ROUNDS, Kind, Proof, prove
 from search.model.run import Round, SearchRun
 from search.model.speed import prefill_seconds
@@ -68,12 +68,18 @@ def gate(run: SearchRun, limits: Limits, held_out: HeldOut, *, fixed: bool) -> N
 def _try(
     run: SearchRun, allocation: Allocation, limits: Limits, held_out: HeldOut, error: float
 ) -> Round:
-    """Test one allocation on new held-out contexts."""
+    """Test one allocation on new held-out contexts.
+
+    Raises:
+        NoMoreText: a task has no context for the first look, so that its loss would go unmeasured.
+    """
     name = f"round {len(run.rounds) + 1}"
     references: list[Reference] = []
+    begun: set[Kind] = set()
 
     def measure(kind: Kind, contexts: int) -> Sequence[ContextLoss]:
-        prompts = held_out.take(kind, contexts)
+        prompts = held_out.take(kind, contexts, every=kind not in begun)
+        begun.add(kind)
         if not prompts:
             return ()
         reference = run.reference(prompts)
@@ -81,7 +87,7 @@ def _try(
         (losses,) = run.measure(reference, [allocation], name=f"{name}, {kind}s")
         return losses
 
-    proof = prove(measure, limits, error=error)
+    proof = prove(measure, limits, kinds=held_out.kinds, error=error)
     result = Round(name=name, allocation=allocation, proof=proof, references=tuple(references))
     run.rounds.append(result)
     run.add_trial(allocation, proof.losses, name)
@@ -104,7 +110,15 @@ def _raised(run: SearchRun, last: Round, limits: Limits, held_out: HeldOut) -> R
                 f"{last.name} proves nothing: {last.proof.verdict.why}; budget raised from "
                 f"{heads.share(last.allocation.cost):.3f} to {heads.describe(allocation.cost)}"
             )
-        last = _try(run, allocation, limits, held_out, ERROR * spending)
+        try:
+            last = _try(run, allocation, limits, held_out, ERROR * spending)
+        except NoMoreText as error:
+            raise Finding(
+                f"not proven: {last.proof.verdict.why}, with "
+                f"{heads.describe(last.allocation.cost)} spent, and a larger budget needs other "
+                f"held-out prompts: {error}, or --budget, which writes an artifact whatever it "
+                "loses"
+            ) from error
         if last.proof.verdict.proven or last.proof.unjudged:
             return last
     raise Finding(
@@ -151,11 +165,16 @@ def _cheaper(run: SearchRun, first: Round, limits: Limits, held_out: HeldOut) ->
             f"{first.name} is proven with much to spare ({verdict.losses}); a cheaper budget is "
             f"tried: {heads.describe(allocation.cost)}"
         )
-    second = _try(run, allocation, limits, held_out, ERROR)
-    if second.proof.verdict.proven:
-        return second
+    try:
+        second = _try(run, allocation, limits, held_out, ERROR)
+    except NoMoreText as error:
+        why = f"a cheaper budget cannot be tested: {error}"
+    else:
+        if second.proof.verdict.proven:
+            return second
+        why = f"{second.name} proves nothing: {second.proof.verdict.why}"
     if run.ranks.is_first:
-        announce(f"{second.name} proves nothing: {second.proof.verdict.why}; {first.name} holds")
+        announce(f"{why}; {first.name} holds")
     return first
 
 

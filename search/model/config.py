@@ -141,19 +141,10 @@ class ModelSearch(CommandConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [task.name for task in dict.fromkeys(self.tasks)]
-        for name in names:
-            if names.count(name) > 1:
-                raise HeadwiseError(
-                    f"--task has two tasks {name}: their files need different names"
-                )
         if self.length is not None and self.length < 128:
             raise HeadwiseError(f"--length must be at least 128, got {self.length}")
-        if self.length is not None and (self.dense_tail or 0) >= self.length:
-            raise HeadwiseError(
-                f"--dense-tail must be below --length {self.length}, got {self.dense_tail}: every "
-                "query would be dense"
-            )
+        if self.length is not None:
+            self.check_tail(self.length)
         if self.preset is not None:
             self._check_preset()
             return self
@@ -167,6 +158,14 @@ class ModelSearch(CommandConfig):
                 f"--budget must be above 0 and at most 1 (dense attention), got {self.share:g}"
             )
         return self
+
+    def check_tail(self, length: int) -> None:
+        """Raise HeadwiseError if the dense tail is the whole prompt."""
+        if (self.dense_tail or 0) >= length:
+            raise HeadwiseError(
+                f"--dense-tail must be below the --length of {length}, got {self.dense_tail}: "
+                "every query would be dense"
+            )
 
     def _check_preset(self) -> None:
         """Raise HeadwiseError for an option that --preset paper has no use for."""

@@ -65,8 +65,16 @@ def _predicted(run: SearchRun, share: float) -> FrontierPoint:
     allocation = run.heads.reallocate(run.allocation, run.heads.total(share))
     verdict = run.accepted.proof.verdict
     ratios = loss_ratios(run, allocation.candidates)
-    lost = _scaled(verdict.lost, verdict.lost_high, ratios["answer"])
-    perplexity = _scaled(verdict.perplexity, verdict.perplexity_high, ratios["text"])
+    is_cheaper = allocation.cost < run.allocation.cost
+
+    def scaled(value: float | None, high: float | None, ratio: float) -> float | None:
+        if value is None:
+            return None
+        base = max(value, _PART_OF_BOUND * (high or 0.0))
+        return scaled_loss(base, ratio, least=value if is_cheaper else None)
+
+    lost = scaled(verdict.lost, verdict.lost_high, ratios["answer"])
+    perplexity = scaled(verdict.perplexity, verdict.perplexity_high, ratios["text"])
     return FrontierPoint(
         spent=round(run.heads.share(allocation.cost), 4),
         seconds=_seconds(run, allocation.cost),
@@ -91,10 +99,18 @@ def loss_ratios(run: SearchRun, candidates: np.ndarray) -> dict[Kind, float]:
     return {kind: ratios.get(kind, max(ratios.values())) for kind in KINDS}
 
 
-def _scaled(value: float | None, high: float | None, ratio: float) -> float | None:
-    if value is None:
-        return None
-    return max(value, _PART_OF_BOUND * (high or 0.0)) * ratio
+def scaled_loss(loss: float, ratio: float, *, least: float | None) -> float:
+    """The loss that is predicted of an allocation from that of the accepted one.
+
+    Args:
+        loss: of the accepted allocation. A gain says nothing of others: it counts as no loss.
+        ratio: of the losses that the curves predict.
+        least: the accepted allocation's, of a cheaper one; None where it may be less.
+    """
+    scaled = max(loss, 0.0) * ratio
+    if least is None:
+        return scaled
+    return max(scaled, least)
 
 
 def _seconds(run: SearchRun, cost: float) -> float | None:

@@ -17,6 +17,7 @@ from profiling.prompts.prompt import (
     GATE_TASKS,
     Prompt,
     Task,
+    distinct,
     fewer_sentences,
     make_prompts,
     per_context,
@@ -32,20 +33,30 @@ def length_of(config: ModelSearch, model: ModelInfo) -> int:
     """The prompts' length in tokens.
 
     Raises:
-        HeadwiseError: it is beyond the model's positions.
+        HeadwiseError: it is beyond the model's positions, or not beyond the dense tail.
     """
     length = config.length or min(_LONGEST, model.max_positions)
     if not config.beyond_positions:
         check_positions(length, model)
+    config.check_tail(length)
     return length
 
 
-def check_positions(length: int, model: ModelInfo) -> None:
-    """Raise HeadwiseError where a length is beyond the model's positions."""
+def check_positions(length: int, model: ModelInfo, *, strict: bool = False) -> None:
+    """Raise HeadwiseError where a length is beyond the model's positions.
+
+    Args:
+        length: of a prompt, in tokens.
+        model: with the number of positions.
+        strict: True if the command has no --beyond-positions.
+    """
     if length > model.max_positions:
+        option = ", or pass --beyond-positions to exceed the trained length"
+        if strict:
+            option = ""
         raise HeadwiseError(
             f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
-            "choose a shorter one, or pass --beyond-positions to exceed the trained length"
+            f"choose a shorter one{option}"
         )
 
 
@@ -75,6 +86,10 @@ def whole_contexts(
             task, loaded.tokenizer, length=length, samples=samples * per_context(task), seed=seed
         )
     ]
+
+
+class NoMoreText(HeadwiseError):
+    """A round of held-out prompts cannot be made: the text of a task has none left."""
 
 
 class HeldOut:
@@ -107,9 +122,10 @@ class HeldOut:
             first: number of the first batch; batches of other numbers have other seeds.
 
         Raises:
-            HeadwiseError: the length is too short for a task, or a text for the length.
+            HeadwiseError: the length is too short for a task, or a text for the length; or two
+                tasks have one name.
         """
-        self.tasks = tuple(dict.fromkeys(tasks))
+        self.tasks = distinct(tasks)
         self._loaded = loaded
         self._options: dict[str, Any] = {"length": length, "seed": seed}
         self._seen = seen
@@ -125,32 +141,49 @@ class HeldOut:
             announce_fewer([task], self.first, length=length, samples=samples)
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of the tasks."""
+        return tuple(kind for kind in KINDS if any(_kind_of(task) == kind for task in self.tasks))
+
+    @property
     def first(self) -> list[Prompt]:
         """The first prompts of all kinds, before any was taken."""
         return [prompt for prompts in self._first.values() for prompt in prompts]
 
-    def take(self, kind: Kind, contexts: int) -> list[Prompt]:
+    def take(self, kind: Kind, contexts: int, *, every: bool = False) -> list[Prompt]:
         """Make prompts of the tasks of a kind; empty where there is none, or no more text.
 
         Args:
             kind: of the tasks.
             contexts: number of contexts of each task, or of windows of each text.
+            every: True if each task must have some, as at the first look of a round.
+
+        Raises:
+            NoMoreText: one of the tasks has none, with `every`.
         """
         prompts = self._first.pop(kind, None)
         if prompts is None:
-            prompts = self._make(kind, contexts, required=False)
+            prompts = self._make(kind, contexts, required=False, every=every)
         return prompts
 
-    def _make(self, kind: Kind, contexts: int, *, required: bool) -> list[Prompt]:
+    def _make(
+        self, kind: Kind, contexts: int, *, required: bool, every: bool = False
+    ) -> list[Prompt]:
         number = next(self._numbers)
 
         def make(tokens: int) -> list[Prompt]:
             options = {**self._options, "length": tokens, "number": number, "seen": self._seen}
             prompts = []
             for task in self.tasks:
-                if (task.kind in ("text", "prose")) == (kind == "text"):
+                if _kind_of(task) == kind:
                     samples = contexts * self._samples
-                    prompts += self._batch(task, samples, options, required=required)
+                    batch = self._batch(task, samples, options, required=required)
+                    if every and not batch:
+                        raise NoMoreText(
+                            f"{task.name} has no text left that the search has not seen; take a "
+                            "longer text"
+                        )
+                    prompts += batch
             return prompts
 
         by_default = self.tasks == GATE_TASKS
@@ -162,6 +195,11 @@ class HeldOut:
                     f"the prompts are {windows:,} windows of 64 tokens, and an artifact lists at "
                     f"most {MAX_WINDOWS:,} that its search has seen: take fewer --samples or a "
                     "shorter --length"
+                )
+            if every:
+                raise NoMoreText(
+                    f"an artifact lists at most {MAX_WINDOWS:,} windows that its search has seen, "
+                    "which are used up; take fewer --samples or a shorter --length"
                 )
             return []
         self._seen.add(*prompts)
@@ -190,6 +228,13 @@ class HeldOut:
         if required and fault is not None:
             raise fault
         return []
+
+
+def _kind_of(task: Task) -> Kind:
+    """The kind of loss that a task measures."""
+    if task.kind in ("text", "prose"):
+        return "text"
+    return "answer"
 
 
 def announce_fewer(

@@ -11,7 +11,7 @@ docs/internals.md has the error of the whole in simulated searches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import NormalDist
@@ -32,6 +32,7 @@ from search.model.losses import (
 Kind = Literal["text", "answer"]
 # The cheaper kind first: a text whose loss is too large ends a look.
 KINDS: tuple[Kind, ...] = ("text", "answer")
+_NAMES: dict[Kind, str] = {"text": "window of text", "answer": "context with answers"}
 # Contexts of each task with answers, and windows of each text, at each look.
 LOOKS = (4, 8, 16)
 # Fractions of a test's error that its looks may spend.
@@ -47,7 +48,10 @@ _CORRELATION = 0.03
 _MOST = 512
 
 Measure = Callable[[Kind, int], Sequence[ContextLoss]]
-"""Measures this many further contexts of each task of a kind; fewer where a text ends."""
+"""Measures this many further contexts of each task of a kind; fewer where a text ends.
+
+A kind whose first look measures none proves nothing.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,36 +74,37 @@ class Proof:
     unjudged: bool = False
 
 
-def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
+def prove(measure: Measure, limits: Limits, *, kinds: Collection[Kind], error: float) -> Proof:
     """Measure losses until they are proven to be within the limits, exceed them, or contexts end.
 
     Args:
         measure: measures further contexts.
         limits: of the losses.
+        kinds: that the tasks have. Nothing is proven where one of them has no contexts.
         error: probability of proving a loss that is beyond its limit, at most.
     """
     losses: dict[Kind, list[ContextLoss]] = {kind: [] for kind in KINDS}
     bounds: dict[Kind, Interval] = {}
     proven: set[Kind] = set()
     unjudged: str | None = None
+    unmeasured: str | None = None
+    if not kinds:
+        unmeasured = "nothing was measured"
     fault = None
     measured = 0
     for look, contexts in enumerate(LOOKS):
         for kind in KINDS:
-            if kind in proven or fault is not None:
+            if kind not in kinds or kind in proven or fault is not None:
                 continue
-            new = measure(kind, contexts - measured)
-            losses[kind] += new
+            losses[kind] += measure(kind, contexts - measured)
             if not losses[kind]:
-                # No task is of this kind.
-                proven.add(kind)
-                continue
+                unmeasured = f"no {_NAMES[kind]} was measured: take a longer text"
+                break
             level = error * _SPENDING[look]
             bounds[kind] = bound(kind, losses[kind], limits, level)
             is_within = bounds[kind].high <= limit_of(kind, limits)
-            if is_within and counted(losses[kind]) <= limits.max_lost:
-                proven.add(kind)
-            elif kind == "answer" and not any(each.dense_right for each in losses[kind]):
+            # No bound of answers that dense attention gets wrong proves anything.
+            if kind == "answer" and not any(each.dense_right for each in losses[kind]):
                 questions = sum(each.answers for each in losses[kind])
                 unjudged = (
                     f"dense attention answers none of {questions:,} questions correctly, so "
@@ -107,23 +112,27 @@ def prove(measure: Measure, limits: Limits, *, error: float) -> Proof:
                     "--length"
                 )
                 proven.add(kind)
+            elif is_within and counted(losses[kind]) <= limits.max_lost:
+                proven.add(kind)
             fault = limits.exceeded(task_figures(list(chain.from_iterable(losses.values()))))
             # One look of few contexts says little of a loss near the limit; two say enough.
             if fault is None and look and kind not in proven:
                 fault = _hopeless(kind, bounds[kind], limits)
         measured = contexts
-        if fault is not None or proven == set(KINDS):
+        if fault is not None or unmeasured is not None or proven == set(kinds):
             break
-    why = fault or unjudged
-    if why is None and proven != set(KINDS):
-        why = _open(bounds, losses, limits, error, [kind for kind in KINDS if kind not in proven])
+    why = fault or unmeasured
+    if why is None and proven != set(kinds):
+        open_kinds = [kind for kind in KINDS if kind in kinds and kind not in proven]
+        why = _open(bounds, losses, limits, error, open_kinds)
+    why = why or unjudged
     ratios = {kind: each.value / limit_of(kind, limits) for kind, each in bounds.items()}
     return Proof(
         losses=tuple(chain.from_iterable(losses.values())),
         verdict=_verdict(bounds, limits, why),
         fault=fault,
         ratios=ratios,
-        unjudged=unjudged is not None and fault is None and proven == set(KINDS),
+        unjudged=unjudged is not None and fault is None and proven == set(kinds),
     )
 
 
@@ -166,8 +175,12 @@ def bound(kind: Kind, losses: Sequence[ContextLoss], limits: Limits, level: floa
 
 
 def _spread(limit: float, correct: float, contexts: int) -> float:
-    """Standard error of the fraction lost where it is the limit and answers are right or wrong."""
-    return math.sqrt(limit * (1 - limit) * (1 / max(1.0, correct) + _CORRELATION / contexts))
+    """Standard error of the fraction lost where it is the limit and answers are right or wrong.
+
+    Beyond a half, where it would fall again, it is that of a half.
+    """
+    rate = min(limit, 0.5)
+    return math.sqrt(rate * (1 - rate) * (1 / max(1.0, correct) + _CORRELATION / contexts))
 
 
 def counted(losses: Sequence[ContextLoss]) -> float:

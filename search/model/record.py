@@ -30,7 +30,7 @@ from profiling.prompts.prompt import digest
 from profiling.speed.layer_times import ANCHOR
 from search.model.config import ModelSearch
 from search.model.evidence import evidence
-from search.model.frontier import frontier, loss_ratios
+from search.model.frontier import frontier, loss_ratios, scaled_loss
 from search.model.losses import mean_kl
 from search.model.rows import as_artifact_pattern, score_arrays, winners
 from search.model.run import SearchRun
@@ -165,7 +165,9 @@ def _points(run: SearchRun) -> tuple[tuple[Point, ...], dict[str, Pattern]]:
             layers, named = allocation.rows(run.candidates)
             patterns |= named
             if lost is not None:
-                lost *= loss_ratios(run, allocation.candidates)["answer"]
+                ratio = loss_ratios(run, allocation.candidates)["answer"]
+                is_cheaper = allocation.cost < run.allocation.cost
+                lost = scaled_loss(lost, ratio, least=lost if is_cheaper else None)
         point = Point(
             cost=allocation.cost,
             speedup=dense_cost / allocation.cost,

@@ -164,9 +164,7 @@ def _patterns(artifact: Artifact) -> list[str]:
         tail = ""
     return [
         *lines,
-        f"recall {scores.recall:.4f}",
-        scores.tiles,
-        f"error {scores.error:.4f} (relative L2 of a head's output)",
+        *scores.means,
         f"dense {tail}prompts shorter than {prefill.dense_below:,} tokens",
     ]
 

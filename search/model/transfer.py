@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, Evidence, HeadwiseError, save, update
+from artifacts import (
+    Artifact,
+    Evidence,
+    Front,
+    HeadwiseError,
+    ModelInfo,
+    SearchInfo,
+    Verdict,
+    save,
+    update,
+)
 from artifacts.analysis.sections import check_measured, section_of
 from profiling.models.loading import LoadedModel
 from runtime.fingerprint import config_info, fingerprint
 from runtime.layers import attention_layers, full_layers, text_config
+from search.model.frontier import scaled_loss
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -21,11 +32,19 @@ if TYPE_CHECKING:
 # the configuration: a fine-tune may have more words.
 _SHAPE = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
 
+# Arrays that a search has measured on the weights.
+_SCORES = ("chosen.", "candidates.", "allocation.")
+
+
+def info_of(loaded: LoadedModel) -> ModelInfo:
+    """The fingerprint of a loaded model without its weights, which takes no time."""
+    return config_info(text_config(loaded.model), type(loaded.model).__name__, loaded.name)
+
 
 def check_shape(artifact: Artifact, loaded: LoadedModel) -> None:
     """Raise HeadwiseError where heads, layers or positions are not those of the artifact."""
     expected = artifact.model
-    actual = config_info(text_config(loaded.model), type(loaded.model).__name__, loaded.name)
+    actual = info_of(loaded)
     for field in _SHAPE:
         wanted = getattr(expected, field)
         value = getattr(actual, field)
@@ -53,8 +72,9 @@ def write_for(
 ) -> tuple[str, ...]:
     """Write the artifact for a model, with the evidence measured on it.
 
-    Open fields of an import's fingerprint are filled in. Of other weights the front, the sections
-    decode and kv_cache, and times are left out: they were measured on the former weights.
+    Open fields of an import's fingerprint are filled in, and the points of the front get the bound
+    of the new verdict. Of other weights the front, the frontier, the scores of the search, the
+    sections decode and kv_cache, and times are left out: they were measured on the former weights.
 
     Args:
         loaded: the model.
@@ -65,7 +85,7 @@ def write_for(
         evidence: of the model.
 
     Returns:
-        The names of the omitted sections.
+        The names of the omitted sections, `frontier` and `scores` of the search among them.
 
     Raises:
         HeadwiseError: `out` is the same file, and has another artifact by now.
@@ -74,18 +94,23 @@ def write_for(
     if artifact.model.weights_sha256 in (None, model.weights_sha256):
         checked = {
             "verdict": evidence.verdict,
-            "chosen_on": None,
             "reported_on": evidence.reported_on,
             "tasks": evidence.tasks,
         }
+        prefill = artifact.prefill
+        if prefill.front is not None and evidence.verdict is not None:
+            front = with_bound(prefill.front, evidence.verdict)
+            prefill = prefill.model_copy(update={"front": front})
         evidence = artifact.evidence.model_copy(update=checked)
-        filled = artifact.model_copy(update={"model": model, "evidence": evidence})
+        changes: dict[str, Any] = {"model": model, "prefill": prefill, "evidence": evidence}
+        filled = artifact.model_copy(update=changes)
         _write(source, out, artifact, filled, arrays)
         return ()
     prefill = artifact.prefill.model_copy(update={"front": None})
     used = {name for row in prefill.layers for name in row or ()}
-    changes: dict[str, Any] = {
+    changes = {
         "model": model,
+        "search": _without_scores(artifact.search),
         "evidence": evidence,
         "prefill": prefill,
         "patterns": {name: pattern for name, pattern in artifact.patterns.items() if name in used},
@@ -93,15 +118,53 @@ def write_for(
         "kv_cache": None,
     }
     own_arrays = {
-        name: np.asarray(array) for name, array in arrays.items() if section_of(name) == "prefill"
+        name: np.asarray(array)
+        for name, array in arrays.items()
+        if section_of(name) == "prefill" and not name.startswith(_SCORES)
     }
     _write(source, out, artifact, artifact.model_copy(update=changes), own_arrays)
     sections = {
-        "front": artifact.prefill.front,
-        "decode": artifact.decode,
-        "kv_cache": artifact.kv_cache,
+        "front": artifact.prefill.front is not None,
+        "frontier": artifact.search is not None and bool(artifact.search.frontier),
+        "scores": artifact.search is not None,
+        "decode": artifact.decode is not None,
+        "kv_cache": artifact.kv_cache is not None,
     }
-    return tuple(name for name, section in sections.items() if section is not None)
+    return tuple(name for name, had in sections.items() if had)
+
+
+def with_bound(front: Front, verdict: Verdict) -> Front:
+    """The front with the bound of a new verdict at the served point.
+
+    The other points get it in the ratio of their former bounds, and None where there was none.
+
+    Args:
+        front: with the bounds of an earlier gate.
+        verdict: without a bound of answers the front stays as it is.
+    """
+    new = verdict.lost_high
+    served = next((point for point in front.points if point.layers is None), None)
+    if new is None or served is None:
+        return front
+    points = []
+    for point in front.points:
+        lost = None
+        if point is served:
+            lost = new
+        elif point.lost is not None and served.lost is not None and served.lost > 0:
+            is_cheaper = point.cost < served.cost
+            ratio = point.lost / served.lost
+            lost = scaled_loss(new, ratio, least=new if is_cheaper else None)
+        points.append(point.model_copy(update={"lost": lost}))
+    return front.model_copy(update={"points": tuple(points)})
+
+
+def _without_scores(search: SearchInfo | None) -> SearchInfo | None:
+    """The record of a search without what it measured of the loss; how and on what stays."""
+    if search is None:
+        return None
+    summary = search.summary.model_copy(update={"recall": None, "error": None})
+    return search.model_copy(update={"frontier": (), "summary": summary})
 
 
 def _write(

@@ -35,8 +35,8 @@ WIDE = "--max-kl 99 --max-perplexity 99 --max-nll 99 --max-lost 1"
 RUNS = {
     "doctor": "--model model --dtype float32",
     "search": f"{SMALL} --out new.yaml --length 512 --budget 0.8 --cost flops --no-picture "
-    f"--task passkey {WIDE}",
-    "gate": f"cfg.yaml {SMALL} --task passkey {WIDE}",
+    f"--task prose {WIDE}",
+    "gate": f"cfg.yaml {SMALL} --task prose {WIDE}",
     "evaluate": f"cfg.yaml {SMALL} --out report --length 512 --task passkey --no-speed "
     "--methods dense headwise",
     "show": "cfg.yaml",
@@ -161,6 +161,7 @@ def test_missing_file_error_names_it(verb, word, other, says, refused):
 # or value that the error names.
 OF_THE_MODEL = [
     ("search --length 4000", "--beyond-positions"),
+    ("gate --length 4000", "--beyond-positions"),
     ("filters --dense-first 3", "--dense-first 3"),
     ("evaluate --length 5000", "5000"),
     ("heatmaps --head 0.6", "0.6"),
@@ -180,7 +181,10 @@ WRONG = [
     ("search --storage study", "'study'"),
     ("filters --storage study", "'study'"),
     ("kv --storage study", "'study'"),
-    ("search --task text:a/text.txt --task text:text.txt", "text:text.txt"),
+    *(
+        (f"{verb} --task text:a/text.txt --task text:text.txt", "two tasks text:text.txt")
+        for verb in ("search", "gate", "evaluate", "kv", "filters", "decode", "similarity")
+    ),
     ("search --preset paper --cost flops", "--cost"),
     ("search --budget a_shape:64,64", "--preset paper"),
     ("search --preset paper --budget 0.001 --no-picture", "0.001"),

@@ -106,6 +106,16 @@ def test_gate_lossy_artifact_fails_with_worst_heads_and_writes_nothing(
     assert main(["gate", str(poor), *options(tiny_model, *wide)]) == 0
 
 
+def test_gate_beyond_the_positions_is_refused(exact, tiny_model, capsys):
+    """The model has 1,024 positions, and its losses beyond them say nothing of dense attention."""
+    words = f"--dtype float32 --length 1500 --task prose --model {tiny_model}".split()
+    says = r"^--length 1500 is more than the 1024 positions of .*, or pass --beyond-positions to "
+    with pytest.raises(HeadwiseError, match=says):
+        main(["gate", str(exact), *words])
+    assert main(["gate", str(exact), *words, "--beyond-positions"]) == 0
+    assert capsys.readouterr().out.startswith("proven: ")
+
+
 def test_gate_evaluates_growing_patterns_at_prompt_length(tiny_model, tmp_path):
     """Windows of a tile at 64 tokens cover the whole prompt at 700 and lose nothing."""
     grown = artifact_of(tiny_model, tmp_path / "grown.yaml", NARROW, length=64)

@@ -15,7 +15,8 @@ from search.model.acceptance import AIM, cheapest, gate
 from search.model.allocation import Allocation
 from search.model.limits import Limits
 from search.model.losses import ContextLoss
-from search.model.proof import Kind
+from search.model.prompts import NoMoreText
+from search.model.proof import KINDS, Kind
 from search.model.run import Round, SearchRun
 from tests.search.model.made import FormulaRun, heads_of
 
@@ -42,9 +43,16 @@ class Prompts:
 
 @dataclass
 class Batches:
-    taken: list[Prompts] = field(default_factory=list)
+    """Contexts for so many rounds, then NoMoreText."""
 
-    def take(self, kind: Kind, contexts: int) -> Prompts:
+    rounds: int = 9
+    taken: list[Prompts] = field(default_factory=list)
+    kinds = KINDS
+
+    def take(self, kind: Kind, contexts: int, *, every: bool) -> Prompts:
+        self.rounds -= every and kind == KINDS[0]
+        if self.rounds < 0:
+            raise NoMoreText("own.txt has no text left; take a longer text")
         self.taken.append(Prompts(len(self.taken), kind, contexts))
         return self.taken[-1]
 
@@ -57,6 +65,7 @@ def searched(
     spread: float = 0.0,
     steady: bool = False,
     prefill: float = 0.0,
+    rounds: int = 9,
 ) -> Any:
     """Run the gate where BEST loses these multiples of the limits, and others in proportion.
 
@@ -67,6 +76,7 @@ def searched(
         spread: of the contexts, relative to their loss.
         steady: True if every allocation loses as much.
         prefill: seconds of a dense one.
+        rounds: for which there are held-out prompts.
     """
 
     def formula(prompts: Prompts, one: Allocation, numbers: Any) -> Sequence[ContextLoss]:
@@ -91,7 +101,7 @@ def searched(
     run = FormulaRun(formula, heads=HEADS, allocation=BEST)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("search.model.acceptance.prefill_seconds", lambda _: prefill)
-        gate(cast(Any, run), LIMITS, cast(Any, Batches()), fixed=fixed)
+        gate(cast(Any, run), LIMITS, cast(Any, Batches(rounds)), fixed=fixed)
     return run
 
 
@@ -155,6 +165,22 @@ def test_cheaper_budget_that_is_not_proven_leaves_the_first(monkeypatch, capsys)
     run = searched(0.1, 0.15)
     assert len(run.rounds) == 2 and run.accepted is run.rounds[0] and run.allocation is BEST
     assert "round 2 proves nothing: " in capsys.readouterr().err
+
+
+def test_cheaper_budget_without_held_out_prompts_leaves_the_first(capsys):
+    run = searched(0.02, 0.02, rounds=1)
+    assert run.accepted is run.rounds[0] and len(run.rounds) == 1 and run.allocation is BEST
+    says = "a cheaper budget cannot be tested: own.txt has no text left; take a longer text; round"
+    assert says in capsys.readouterr().err
+
+
+def test_raised_budget_without_held_out_prompts_is_a_finding():
+    says = (
+        r"not proven: facts: 8\.0% fewer correct answers .* spent, and a larger budget needs other "
+        r"held-out prompts: own\.txt has no text left; take a longer text, or --budget, "
+    )
+    with pytest.raises(Finding, match=says):
+        searched(0.5, 1.6, rounds=1)
 
 
 def test_fixed_budget_is_accepted_whatever_it_loses():

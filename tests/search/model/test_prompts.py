@@ -16,7 +16,7 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.words import sentences
 from search.model.config import ModelSearch
-from search.model.prompts import calibration_prompts
+from search.model.prompts import NoMoreText, calibration_prompts, length_of
 from search.model.proof import KINDS
 from tests.profiling.tokenizers import byte_level
 from tests.typed import HeldOut
@@ -87,6 +87,20 @@ def test_text_that_ends_has_no_further_batch(tmp_path):
     assert len(batches.take("text", 4)) == 4 and batches.take("text", 4) == []
 
 
+def test_round_without_prompts_of_one_task_is_refused(tmp_path):
+    """The other tasks of its kind would hide a text that has ended."""
+    file = tmp_path / "book.txt"
+    file.write_text("".join(f"{number}. " for number in range(2000))[: 5 * 1024])
+    batches = held_out(("prose", f"text:{file}", "passkey"), 1024)
+    assert batches.kinds == KINDS
+    first = {prompt.task for prompt in batches.take("text", 4, every=True)}
+    assert first == {"prose", "text:book.txt"}
+    with pytest.raises(NoMoreText, match=r"^text:book\.txt has no text left .*; take a longer"):
+        batches.take("text", 4, every=True)
+    # A further look of a round is measured on the other texts.
+    assert {prompt.task for prompt in batches.take("text", 4)} == {"prose"}
+
+
 def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
     """Later batches are limited by the listed windows, too."""
     batches = held_out(("passkey",), 1024)
@@ -101,6 +115,8 @@ def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
     monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", two)
     batches = held_out(("passkey",), 1024)
     assert [batches.take("answer", 4) for _ in range(3)] == [first, second, []]
+    with pytest.raises(NoMoreText, match=rf"at most {two} windows .* fewer --samples or a shorter"):
+        batches.take("answer", 4, every=True)
 
 
 def test_length_too_short_for_default_tasks_error_names_sufficient_length():
@@ -117,6 +133,28 @@ def test_length_too_short_for_default_tasks_error_names_sufficient_length():
     assert calibration_prompts(CONFIG, LOADED, 1024)
     with pytest.raises(HeadwiseError, match=r"^length 256 is too small for chain: "):
         calibration_prompts(CONFIG.replace(tasks=("chain",)), LOADED, 256)
+
+
+def test_dense_tail_of_the_whole_default_length_is_refused():
+    """The default length is known once the model is."""
+    model: Any = SimpleNamespace(name="m", max_positions=1024)
+    assert length_of(CONFIG.replace(dense_tail=1023), model) == 1024
+    says = r"^--dense-tail must be below the --length of 1024, got 2000: every query would be dense"
+    with pytest.raises(HeadwiseError, match=says):
+        length_of(CONFIG.replace(dense_tail=2000), model)
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    files = [tmp_path / folder / "own.txt" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("".join(f"{number}. " for number in range(2000)))
+    with pytest.raises(
+        HeadwiseError, match=r"^--task has two tasks text:own\.txt: their files need"
+    ):
+        held_out([f"text:{file}" for file in files], 1024)
+    twice = (files[0], tmp_path / "a" / ".." / "a" / "own.txt")
+    assert len(held_out([f"text:{file}" for file in twice], 1024).tasks) == 1
 
 
 @pytest.mark.exhaustive

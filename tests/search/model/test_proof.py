@@ -11,9 +11,10 @@ import pytest
 
 from search.model.limits import Limits
 from search.model.losses import ContextLoss
-from search.model.proof import ERROR, Kind, Proof, bound, contexts_needed, prove
+from search.model.proof import ERROR, KINDS, Kind, Proof, bound, contexts_needed, prove
 
 LIMITS = Limits()
+LARGE = (0.2, 0.5, 0.9, 1.0)
 
 
 def answers(losses: Sequence[float], correct: float = 50.0) -> list[ContextLoss]:
@@ -44,6 +45,7 @@ class Contexts:
     """Hands out contexts in order; `taken` lists (kind, asked, given)."""
 
     def __init__(self, answer: Sequence[ContextLoss], text: Sequence[ContextLoss] = ()) -> None:
+        self.kinds: list[Kind] = ["answer"] * bool(answer) + ["text"] * bool(text)
         self.left: dict[Kind, list[ContextLoss]] = {"answer": list(answer), "text": list(text)}
         self.taken: list[tuple[Kind, int, int]] = []
 
@@ -54,7 +56,7 @@ class Contexts:
         return given
 
     def prove(self, limits: Limits = LIMITS, error: float = ERROR) -> Proof:
-        return prove(self, limits, error=error)
+        return prove(self, limits, kinds=self.kinds, error=error)
 
 
 def steady(value: float, spread: float, count: int = 16) -> list[float]:
@@ -173,6 +175,22 @@ def test_text_that_ends_is_judged_by_its_windows():
     assert proof.verdict.proven and proof.verdict.windows == 3 and proof.verdict.lost is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind_without_contexts_is_not_proven(kind):
+    """A text that has ended is not the same as no task of this kind."""
+    contexts = Contexts(answers(steady(0.01, 0.01), 200), windows(steady(0.005, 0.001)))
+    contexts.left[kind].clear()
+    proof = contexts.prove()
+    assert not proof.verdict.proven and not proof.unjudged and proof.fault is None
+    assert proof.verdict.why.endswith(" was measured: take a longer text")
+    assert (kind, 4, 0) in contexts.taken and len(contexts.taken) == 1 + KINDS.index(kind)
+
+
+def test_proof_without_contexts_is_not_proven():
+    assert not prove(lambda kind, count: (), LIMITS, kinds=KINDS, error=ERROR).verdict.proven
+    assert not prove(lambda kind, count: (), LIMITS, kinds=(), error=ERROR).verdict.proven
+
+
 def test_measured_limits_fail_by_the_measured_loss():
     contexts = Contexts(answers(steady(0.01, 0.01), 200))
     proof = contexts.prove(Limits(max_kl=0.005))
@@ -226,3 +244,20 @@ def test_model_that_answers_nothing_is_unjudged():
     assert proof.verdict.why.startswith("dense attention answers none of 400 questions correctly")
     # A text that is not proven is another matter.
     assert not Contexts(nothing, windows(steady(0.14, 0.01))).prove().unjudged
+    near = Contexts(nothing, windows(steady(0.029, 0.01))).prove()
+    assert not near.unjudged and "--max-perplexity" in near.verdict.why
+
+
+def test_model_that_answers_nothing_is_unjudged_at_any_limit():
+    nothing = [
+        replace(context, dense_right=0, clear=0.4, fall=0.0) for context in answers([0.0] * 16)
+    ]
+    proof = Contexts(nothing).prove(Limits(max_lost=1.0))
+    assert proof.unjudged and not proof.verdict.proven
+    assert proof.verdict.why.startswith("dense attention answers none of 400 questions correctly")
+
+
+def test_bound_does_not_fall_with_a_larger_limit():
+    alike = answers([0.0] * 4, 18)
+    highs = [bound("answer", alike, Limits(max_lost=limit), 0.005).high for limit in LARGE]
+    assert highs == sorted(highs) and highs[-1] == highs[1] > 0.18

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from tests.search.model.conftest import (
     SMALL,
     TASKS,
     TIMED,
+    UNPROVEN,
     content,
     interrupted,
     last_block,
@@ -185,9 +187,10 @@ def test_study_has_each_measured_allocation(found):
     assert attributes["flops"] == pytest.approx(float(arrays["chosen.flops"].sum()), rel=1e-5)
 
 
-def test_search_without_a_budget_takes_the_least_that_is_proven(tiny_model, out, capsys):
+def test_search_without_a_budget_takes_the_least_that_is_proven(tiny_model, tmp_path, capsys):
     """The limits of a random model are wide; the first budget that is tried may be too small."""
-    words = options(tiny_model, out, budget=None, max_perplexity="0.4")
+    out = tmp_path / "cfg.yaml"
+    words = options(tiny_model, out, budget=None, max_perplexity="0.4", task="prose")
     assert main(["search", *words]) == 0
     artifact, arrays = artifacts.load_pair(out)
     search = artifact.search
@@ -208,15 +211,34 @@ def test_search_without_a_budget_takes_the_least_that_is_proven(tiny_model, out,
     assert f"at most {percent(verdict.perplexity_high)} more perplexity" in output
 
 
-def test_search_of_a_model_that_answers_nothing_is_written_as_not_proven(tiny_model, out, capsys):
+@pytest.mark.parametrize(("budget", "max_lost"), [(None, "0.05"), (None, "1"), ("0.65", "1")])
+def test_search_of_a_model_that_answers_nothing_is_written_as_not_proven(
+    budget, max_lost, tiny_model, out, capsys
+):
     """There is no correct answer to lose, so no budget can be better than another."""
-    words = options(tiny_model, out, budget=None, max_lost="0.05", max_perplexity="9")
+    words = options(tiny_model, out, budget=budget, max_lost=max_lost)
     assert main(["search", *words]) == 3
     first, *_ = last_block(capsys)
     assert re.match(
         r"result: not proven: dense attention answers none of \d+ questions corr", first
     )
     assert not artifacts.load(out).evidence.verdict.proven
+
+
+def test_cheaper_budget_is_not_proven_by_the_texts_that_are_left(
+    tiny_model, tmp_path, monkeypatch, capsys
+):
+    """Calibration and first round use own.txt up: what is left is prose alone."""
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"{number}. " for number in range(2000))
+    Path("own.txt").write_text(text[: 5 * LENGTH])
+    changes = {"budget": None, "task": "text:own.txt prose", "max_perplexity": "0.2"}
+    assert main(["search", *options(tiny_model, tmp_path / "cfg.yaml", **changes)]) == 0
+    says = "a cheaper budget cannot be tested: text:own.txt has no text left that the search has no"
+    assert says in capsys.readouterr().err
+    evidence = artifacts.load(tmp_path / "cfg.yaml").evidence
+    assert evidence.verdict.proven and evidence.chosen_on is None
+    assert {task.task for task in evidence.tasks} == {"text:own.txt", "prose"}
 
 
 def test_budget_that_is_not_proven_is_written_and_says_so_first(tiny_model, out, capsys):
@@ -228,7 +250,8 @@ def test_budget_that_is_not_proven_is_written_and_says_so_first(tiny_model, out,
     assert main(["search", "--keep", *options(tiny_model, out, max_perplexity="0.0001")]) == 0
 
 
-def test_resumed_search_reuses_timings(tiny_model, out, clock, monkeypatch):
+def test_resumed_search_reuses_timings(tiny_model, tmp_path, clock, monkeypatch):
+    out = tmp_path / "cfg.yaml"
     with monkeypatch.context() as patch:
         patch.setattr("search.model.record.save_searched", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -300,7 +323,8 @@ def test_search_with_another_budget_reuses_curves_of_a_failed_one(
             main(["search", *options(tiny_model, out, **changes)])
         assert "\n" not in str(error.value)
     assert list(out.parent.iterdir()) == [ledger_of(out)]
-    assert main(["search", *options(tiny_model, out, budget="0.7")]) == 0 and scored == []
+    assert main(["search", *options(tiny_model, out, budget="0.7")]) == UNPROVEN
+    assert scored == []
 
 
 def test_search_with_layer_streaming_returns_the_same_result(small, tiny_model, tmp_path):
@@ -313,7 +337,9 @@ def test_search_with_layer_streaming_returns_the_same_result(small, tiny_model, 
     some = sum(each.weight.nbytes for each in embeddings) + max(layers) * 3 // 2
     assert load(some).hf_device_map["model.layers.2"] == "disk"
     out = tmp_path / "cfg.yaml"
-    assert main(["search", *options(tiny_model, out, "--max-memory", str(some), **SMALL)]) == 0
+    assert (
+        main(["search", *options(tiny_model, out, "--max-memory", str(some), **SMALL)]) == UNPROVEN
+    )
     assert content(out) == content(small)
     with pytest.raises(HeadwiseError, match="its embeddings take"):
         load(1000)
@@ -322,7 +348,7 @@ def test_search_with_layer_streaming_returns_the_same_result(small, tiny_model, 
 def test_duplicate_tasks_share_one_search(small, tiny_model, tmp_path, scored):
     out = tmp_path / "cfg.yaml"
     words = options(tiny_model, out, **SMALL | {"task": "passkey passkey"})
-    assert main(["search", *words]) == 0
+    assert main(["search", *words]) == UNPROVEN
     assert len(scored) == 3 and content(out) == content(small)
 
 
@@ -331,7 +357,7 @@ def test_search_without_gradients_uses_output_change_and_reports_it(
 ):
     monkeypatch.setattr("profiling.inside.gradients._head_of", lambda model, ids: None)
     out = tmp_path / "cfg.yaml"
-    assert main(["search", *options(tiny_model, out, **SMALL)]) == 0
+    assert main(["search", *options(tiny_model, out, **SMALL)]) == UNPROVEN
     assert "no gradients (" in capsys.readouterr().err
     artifact, arrays = artifacts.load_pair(out)
     assert artifact.search is not None and "makes its logits in a way of its own" in (
