@@ -18,6 +18,12 @@ def _task(value: Any) -> Any:
     return parse_task(value) if isinstance(value, str) else value
 
 
+def _checked(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+    """The tasks as they are, if no two files have one name."""
+    distinct(tasks)
+    return tasks
+
+
 def _text(value: Any) -> Any:
     return parse_task(f"text:{value}") if isinstance(value, str) else value
 
@@ -30,10 +36,10 @@ OneTask = Annotated[
 ]
 Tasks = Annotated[
     tuple[OneTask, ...],
-    AfterValidator(distinct),
+    AfterValidator(_checked),
     Arg(flags=("--task",), metavar="TASK", repeat=True),
 ]
-"""--task, repeatable; each task once, and no two of one name."""
+"""--task, repeatable; no two files of one name."""
 Text = Annotated[
     Task,
     BeforeValidator(_text),

@@ -81,7 +81,7 @@ def whole_contexts(
     """`samples` contexts of each task, each task once, with all questions that share one."""
     return [
         prompt
-        for task in dict.fromkeys(tasks)
+        for task in distinct(tasks)
         for prompt in make_prompts(
             task, loaded.tokenizer, length=length, samples=samples * per_context(task), seed=seed
         )
