@@ -263,7 +263,8 @@ def _requests(options: argparse.Namespace, loaded: LoadedModel, seen: Seen) -> l
 def _header(options: argparse.Namespace, weights: str) -> dict[str, Any]:
     import openvino_genai
 
-    words = [str(Path(word).name) if "/" in word else word for word in sys.argv[1:]]
+    named = [word.rpartition("=") for word in sys.argv[1:]]
+    words = [f"{name}{equals}{Path(path).name or path}" for name, equals, path in named]
     engine = {"openvino": version("openvino"), "openvino_genai": openvino_genai.__version__}
     return {
         "what": "Correct answers and seconds to the first token by method, on the same prompts",

@@ -167,13 +167,16 @@ def test_default_tasks_generate_128k_token_prompts():
     )
     loaded: Any = SimpleNamespace(tokenizer=load_tokenizer("smollm2"))
     prompts = calibration_prompts(config, loaded, 131_072)
-    assert list(dict.fromkeys(prompt.task for prompt in prompts)) == list(config.tasks)
+    assert list(dict.fromkeys(prompt.task for prompt in prompts)) == [
+        task.name for task in config.tasks
+    ]
     seen = Seen(prompts)
     before = Seen(prompts)
     sizes = {"length": 131_072, "samples": 1, "seed": 0}
     first = HeldOut(config.held_out_tasks, loaded, **sizes, seen=seen).first
     assert {len(prompt.input_ids) for prompt in [*prompts, *first]} == {131_072}
-    assert {prompt.task for prompt in first} == {"facts", "prose"} == {*config.held_out_tasks}
+    asked = {task.name for task in config.held_out_tasks}
+    assert {prompt.task for prompt in first} == {"facts", "prose"} == asked
     # Of questions that share a context one is enough.
     contexts = {prompt.context: prompt for prompt in first}.values()
     assert not any(map(before.overlaps, contexts)) and all(map(seen.overlaps, contexts))
