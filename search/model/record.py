@@ -167,7 +167,8 @@ def _points(run: SearchRun) -> tuple[tuple[Point, ...], dict[str, Pattern]]:
             if lost is not None:
                 ratio = loss_ratios(run, allocation.candidates)["answer"]
                 is_cheaper = allocation.cost < run.allocation.cost
-                lost = scaled_loss(lost, ratio, least=lost if is_cheaper else None)
+                least = lost if is_cheaper else None
+                lost = min(scaled_loss(lost, ratio, least=least), 1.0)
         point = Point(
             cost=allocation.cost,
             speedup=dense_cost / allocation.cost,

@@ -154,7 +154,7 @@ def with_bound(front: Front, verdict: Verdict) -> Front:
         elif point.lost is not None and served.lost is not None and served.lost > 0:
             is_cheaper = point.cost < served.cost
             ratio = point.lost / served.lost
-            lost = scaled_loss(new, ratio, least=new if is_cheaper else None)
+            lost = min(scaled_loss(new, ratio, least=new if is_cheaper else None), 1.0)
         points.append(point.model_copy(update={"lost": lost}))
     return front.model_copy(update={"points": tuple(points)})
 

@@ -45,7 +45,7 @@ def run_of(**losses: float) -> Any:
     )
 
 
-@pytest.mark.parametrize("high", [-0.02, 0.0, 0.03])
+@pytest.mark.parametrize("high", [-0.02, 0.0, 0.03, 0.9])
 def test_cheaper_point_loses_no_less_than_the_proven_one(high):
     run = run_of(lost=high - 0.02, lost_high=high)
     points, _ = _points(run)
@@ -55,7 +55,9 @@ def test_cheaper_point_loses_no_less_than_the_proven_one(high):
     assert dear.lost >= 0
     if high > 0:
         ratios = [loss_ratios(run, each.candidates)["answer"] for each in OTHERS]
-        assert [cheap.lost, dear.lost] == pytest.approx([high * ratio for ratio in ratios])
+        assert [cheap.lost, dear.lost] == pytest.approx(
+            [min(high * ratio, 1.0) for ratio in ratios]
+        )
         assert dear.lost < high < cheap.lost
 
 
