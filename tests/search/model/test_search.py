@@ -264,7 +264,7 @@ def test_resumed_search_reuses_timings(tiny_model, tmp_path, clock, monkeypatch)
 @pytest.mark.slow
 def test_search_result_is_independent_of_rank_count(small, tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
-    words = options(tiny_model, out, **SMALL)
+    words = [*options(tiny_model, out, **SMALL), "--keep"]
     code, _, output = Process("headwise", "search", *words, ranks=2).finish()
     assert code == 0, output
     assert content(out) == content(small) and not ledger_of(out).exists()
