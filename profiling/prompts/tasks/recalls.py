@@ -14,11 +14,20 @@ import random
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 
-from profiling.prompts.kind import BEGINS, QUESTIONS, Evidence, Prompt, Request, task
+from profiling.prompts.kind import (
+    BEGINS,
+    QUESTIONS,
+    Evidence,
+    LengthTooShort,
+    Prompt,
+    Request,
+    task,
+)
 from profiling.prompts.tokens import Ids
 from profiling.prompts.words import compounds, words
 
@@ -31,6 +40,8 @@ _CUT = 8
 _LABELS = "red blue green black white yellow brown pink gold grey"
 # Names by which the usual length of a question is known.
 _NAMES = 64
+# Draws of a context until enough can come back. Of 1,024 tokens one in 150 needs a second one.
+_DRAWS = 16
 
 
 @dataclass(frozen=True)
@@ -142,10 +153,18 @@ def recalls(request: Request, *, questions: int = 8) -> list[Prompt]:
         questions = 1
     prompts: list[Prompt] = []
     for number in range(-(-request.samples // questions)):
-        prompts += _context(
+        prompts += _drawn(
             request, min(questions, request.samples - len(prompts)), request.rng(number)
         )
     return prompts
+
+
+def _drawn(request: Request, count: int, rng: random.Random) -> list[Prompt]:
+    """A context; one of whose things too few can come back is drawn again."""
+    for _ in range(_DRAWS - 1):
+        with suppress(LengthTooShort):
+            return _context(request, count, rng)
+    return _context(request, count, rng)
 
 
 def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 
+from profiling.prompts.kind import LengthTooShort
 from profiling.prompts.prompt import Prompt
-from profiling.prompts.tasks import texts
+from profiling.prompts.tasks import recalls, texts
 from profiling.prompts.words import compounds, words
 from tests.typed import make_prompts
 
 LENGTH = 4096
+# At this length some contexts of facts have too few things to ask for.
+SHORT = 2048
 
 
 def made(task: str, tokenizer: Any, samples: int = 2) -> list[Prompt]:
@@ -44,6 +47,19 @@ def test_turn_tasks_share_a_context_without_the_questions(tokenizer, task, share
         # Inside a context they are asked once.
         assert [bool(prompt.scored) for prompt in prompts] == [*[True, *[False] * 3], True, False]
         assert {"asked", "chained"} == set(prompts[0].labels)
+
+
+def test_short_context_is_drawn_until_enough_can_come_back(tokenizer, monkeypatch):
+    sizes = {"length": SHORT, "samples": 64}
+    every = [make_prompts("facts", tokenizer, seed=seed, **sizes) for seed in range(10)]
+    monkeypatch.setattr(recalls, "_DRAWS", 1)
+    failed = 0
+    for seed, prompts in enumerate(every):
+        try:
+            assert make_prompts("facts", tokenizer, seed=seed, **sizes) == prompts
+        except LengthTooShort:
+            failed += 1
+    assert 0 < failed < 10
 
 
 @pytest.mark.parametrize("task", ["line_retrieval", "kv_retrieval"])

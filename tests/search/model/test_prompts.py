@@ -120,9 +120,9 @@ def test_too_many_windows_are_rejected_before_any_work(monkeypatch):
 
 
 def test_length_too_short_for_default_tasks_error_names_sufficient_length():
-    """The error names only tasks the user requested; at 4,096 tokens the defaults fit."""
-    for length in (256, 1500):
-        says = rf"^--length {length} is too short for the held-out prompts; 4096 is enough$"
+    """The error names only tasks the user requested; at 2,048 tokens the defaults fit."""
+    for length in (256, 1100):
+        says = rf"^--length {length} is too short for the held-out prompts; 2048 is enough$"
         with pytest.raises(HeadwiseError, match=says):
             held_out(CONFIG.held_out_tasks, length)
         with pytest.raises(HeadwiseError, match=rf"^length {length} is too small for facts: "):
