@@ -331,7 +331,7 @@ def _measure_seconds(
 ) -> None:
     """Prompt by prompt, each by all methods in one turn, after one prompt that is not measured.
 
-    A prompt that lacks a method is timed again by all: times of two turns are no speed-up.
+    A prompt that lacks a method is timed again by all: a speed-up compares times of one turn.
     """
     timed = {request: record.prompts[request.digest]["seconds"].keys() for request in requests}
     left = [request for request, names in timed.items() if not methods.keys() <= names]

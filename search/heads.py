@@ -1,9 +1,9 @@
 """headwise search: find a sparse pattern for every attention head and write the artifact.
 
-The cheapest, of up to four budgets, that is proven, at 95% confidence, to lose at most --max-lost
-of the correct answers. Exit status 3: no budget is proven (no file, except where the model answers
-nothing), the artifact is too slow to serve (no file without --keep), it is not reliably faster, or
-a --budget is not proven (the file is written).
+It tries up to four budgets and takes the cheapest that is proven, at 95% confidence, to lose at
+most --max-lost of the correct answers. Exit status 3: no budget is proven (no file, except where
+the model answers nothing), the artifact is too slow to serve (no file without --keep), it is not
+reliably faster, or a --budget is not proven (the file is written unless it is also too slow).
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """

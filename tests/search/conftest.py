@@ -33,3 +33,16 @@ def by_head(tiny_model, tmp_path_factory):
     out = tmp_path_factory.mktemp("by_head") / "cfg.yaml"
     run(ModelSearch(model=str(tiny_model), out=out, picture=False, **PAPER))
     return out
+
+
+@pytest.fixture(scope="session")
+def fine_tune(tiny_model, tmp_path_factory):
+    """Other weights of the same shape."""
+    import transformers as t
+
+    folder = tmp_path_factory.mktemp("fine-tune") / "tiny"
+    model = t.AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
+    model.save_pretrained(folder)
+    t.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder

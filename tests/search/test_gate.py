@@ -122,19 +122,6 @@ def test_gate_evaluates_growing_patterns_at_prompt_length(tiny_model, tmp_path):
     assert main(["gate", str(grown), *options(tiny_model)]) == 0
 
 
-@pytest.fixture(scope="module")
-def fine_tune(tiny_model, tmp_path_factory):
-    """Other weights of the same shape."""
-    import transformers as t
-
-    folder = tmp_path_factory.mktemp("fine-tune") / "tiny"
-    model = t.AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
-    model.save_pretrained(folder)
-    t.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    return folder
-
-
 def test_gate_passing_artifact_is_written_for_fine_tune(exact, fine_tune, tmp_path, capsys):
     out = tmp_path / "new.yaml"
     source = tmp_path / "old.yaml"

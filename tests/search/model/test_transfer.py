@@ -88,19 +88,6 @@ def test_gate_on_the_same_weights_updates_the_front_and_keeps_chosen_on(
     assert new.search == artifact.search
 
 
-@pytest.fixture(scope="module")
-def fine_tune(tiny_model, tmp_path_factory):
-    """Other weights of the same shape."""
-    import transformers as t
-
-    folder = tmp_path_factory.mktemp("fine-tune") / "tiny"
-    model = t.AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
-    model.save_pretrained(folder)
-    t.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    return folder
-
-
 def test_gate_for_other_weights_leaves_out_what_was_measured_on_the_former(
     found, fine_tune, tmp_path, capsys
 ):
